@@ -1,0 +1,164 @@
+"""RNNCell, LSTMCell and GRUCell: one step of the layers in ``lamina.recurrent``, drop-in for ``torch.nn``'s cells."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from . import functional
+from .checks import describe, fail, one_of
+from .options import CellOptions
+from .placements import STATES
+from .recurrent import RecurrentModule, State
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class RecurrentCell(RecurrentModule):
+    """A cell that the caller steps through time."""
+
+    def __init__(
+        self, input_size: int, hidden_size: int, bias: bool, device: Any, dtype: Any, given: CellOptions
+    ) -> None:
+        super().__init__(input_size, hidden_size, 0, bias, given, device, dtype)
+        self._add_cell("", self.input_size)
+        self.reset_parameters()
+
+    def _suffixes(self) -> list[str]:
+        return [""]
+
+    def extra_repr(self) -> str:
+        shown = [f"{self.input_size}, {self.hidden_size}"] + ([] if self.bias else ["bias=False"])
+        return ", ".join(shown + self._option_repr())
+
+    def recurrent_mask(self, batch_size: int) -> Tensor | None:
+        """The recurrent-dropout mask [B, H] of one sequence: draw it once, pass it to every step's call."""
+        return self._draw_recurrent_mask(batch_size, self.get_parameter("weight_hh"))
+
+    def _run(self, input: Tensor, hx: Any, recurrent_mask: Tensor | None, step: int) -> State:
+        self._check_input(input)
+        batched = input.dim() == 2
+        x = input if batched else input.unsqueeze(0)
+        state = self._default_state("", x.shape[0], x) if hx is None else self._check_hx(hx, x, batched)
+        call = self._recurrence(
+            "",
+            x.unsqueeze(0),
+            state,
+            zoneout=self._zoneout(1, x.shape[0], x),
+            recurrent_mask=self._check_mask(recurrent_mask),
+            first_step=step,
+        )
+        result = functional.run(call, self.backend, single_step=True)
+        self._observe("", result.moments, x.shape[0], step)
+        return result.state if batched else tuple(s.squeeze(0) for s in result.state)
+
+    def _check_mask(self, mask: Tensor | None) -> Tensor | None:
+        """A cell cannot know where a sequence begins, and a fresh mask each step is not variational dropout."""
+        if mask is None and self.training and self.options.recurrent_dropout:
+            raise fail(
+                "recurrent_dropout in a cell needs the sequence's mask",
+                "recurrent_mask=None",
+                "Draw mask = cell.recurrent_mask(batch_size) once a sequence and pass recurrent_mask=mask each step.",
+            )
+        return mask
+
+    def _check_input(self, input: Any) -> None:
+        name, size = f"{type(self).__name__}(input_size={self.input_size})", self.input_size
+        if not isinstance(input, Tensor) or input.dim() not in (1, 2) or input.shape[-1] != size:
+            raise fail(
+                f"{name} needs an input [B, {size}] or [{size}]",
+                describe(input),
+                "Pass one step of a sequence; whole sequences go to the layers.",
+            )
+
+    def _check_hx(self, hx: Any, x: Tensor, batched: bool) -> State:
+        given = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        count = STATES[self.cell]
+        shape = [x.shape[0], self.hidden_size] if batched else [self.hidden_size]
+        if len(given) != count or any(not isinstance(s, Tensor) or list(s.shape) != shape for s in given):
+            raise fail(
+                f"{type(self).__name__} takes {'(h, c)' if count == 2 else 'h'} of shape {shape} as hx",
+                ", ".join(describe(s) for s in given),
+                "Match the batch and hidden_size, or pass None.",
+            )
+        return given if batched else tuple(s.unsqueeze(0) for s in given)
+
+
+class RNNCell(RecurrentCell):
+    """One step of ``lamina.RNN``; arguments of ``torch.nn.RNNCell`` plus ``lamina.options.Options``."""
+
+    cell = "RNN"
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        nonlinearity: str = "tanh",
+        device: Any = None,
+        dtype: Any = None,
+        **options: Unpack[CellOptions],
+    ) -> None:
+        one_of("nonlinearity", nonlinearity, ("tanh", "relu"))
+        super().__init__(input_size, hidden_size, bias, device, dtype, options)
+        self.nonlinearity = nonlinearity
+
+    def forward(
+        self, input: Tensor, hx: Tensor | None = None, *, recurrent_mask: Tensor | None = None, step: int = 0
+    ) -> Tensor:
+        """The next h. ``step`` is the time step's number, for batch norm's per-step statistics."""
+        return self._run(input, hx, recurrent_mask, step)[0]
+
+
+class GRUCell(RecurrentCell):
+    """One step of ``lamina.GRU``; arguments of ``torch.nn.GRUCell`` plus ``lamina.options.Options``."""
+
+    cell = "GRU"
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Unpack[CellOptions],
+    ) -> None:
+        super().__init__(input_size, hidden_size, bias, device, dtype, options)
+
+    def forward(
+        self, input: Tensor, hx: Tensor | None = None, *, recurrent_mask: Tensor | None = None, step: int = 0
+    ) -> Tensor:
+        """The next h. ``step`` is the time step's number, for batch norm's per-step statistics."""
+        return self._run(input, hx, recurrent_mask, step)[0]
+
+
+class LSTMCell(RecurrentCell):
+    """One step of ``lamina.LSTM``; arguments of ``torch.nn.LSTMCell`` plus ``lamina.options.Options``."""
+
+    cell = "LSTM"
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Unpack[CellOptions],
+    ) -> None:
+        super().__init__(input_size, hidden_size, bias, device, dtype, options)
+
+    def forward(
+        self,
+        input: Tensor,
+        hx: tuple[Tensor, Tensor] | None = None,
+        *,
+        recurrent_mask: Tensor | None = None,
+        step: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """The next (h, c). ``step`` is the time step's number, for batch norm's per-step statistics."""
+        state = self._run(input, hx, recurrent_mask, step)
+        return state[0], state[1]

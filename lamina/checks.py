@@ -1,0 +1,88 @@
+"""Errors a user can act on: each states the rule, what was received and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class InputError(ValueError, RuntimeError):
+    """A call or a constructor got something it cannot use.
+
+    It is a ``ValueError``; it is a ``RuntimeError`` too because ``torch.nn`` raises that for wrong
+    shapes, and code written for ``torch.nn`` must go on catching it.
+    """
+
+
+class BackendError(RuntimeError):
+    """A backend that was asked for by name cannot serve this call."""
+
+
+def fail(rule: str, received: object, remedy: str) -> InputError:
+    """The exception to raise: ``raise fail("eps must be >= 0", "eps=-1", "Pass 1e-5.")``."""
+    return InputError(f"{rule}, got {received}. {remedy}")
+
+
+def describe(value: object) -> str:
+    """A tensor by shape, dtype and device; anything else by its repr."""
+    if isinstance(value, Tensor):
+        return f"shape {list(value.shape)} ({str(value.dtype).removeprefix('torch.')}, {value.device})"
+    return f"{type(value).__name__} {value!r}"
+
+
+def one_of(what: str, value: object, allowed: Iterable[Any]) -> None:
+    """Raise unless ``value`` is among ``allowed``; suggest the nearest name."""
+    options = list(allowed)
+    if any(value is option or value == option for option in options):
+        return
+    near = difflib.get_close_matches(str(value).lower(), [str(o) for o in options], n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else f"Choose one of {', '.join(map(repr, options))}."
+    raise fail(f"{what} must be one of {', '.join(map(repr, options))}", repr(value), hint)
+
+
+def positive_int(what: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be an int, got {describe(value)}. Pass a whole number above 0.")
+    if value <= 0:
+        raise fail(f"{what} must be greater than zero", f"{what}={value}", "Pass a whole number above 0.")
+    return value
+
+
+def probability(what: str, value: object, *, below_one: bool = False) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= float(value) <= 1 or (below_one and float(value) == 1):  # type: ignore[arg-type]
+        interval = "[0, 1)" if below_one else "[0, 1]"
+        raise fail(f"{what} must be a number in {interval}", f"{what}={value!r}", "Pass 0 to switch it off.")
+    return float(value)  # type: ignore[arg-type]
+
+
+def epsilon(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"eps must be a number, got {describe(value)}. Pass a float such as 1e-5.")
+    if not math.isfinite(value) or value < 0:
+        raise fail("eps must be finite and not negative", f"eps={value}", "Pass 1e-5, or 0 for the paper's form.")
+    return float(value)
+
+
+def finite(what: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise fail(f"{what} must be a finite number", f"{what}={value!r}", "Pass a float.")
+    return float(value)
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether the values of ``tensor`` may be looked at now.
+
+    They may not while a compiler or exporter traces, inside ``torch.func`` transforms, during CUDA-graph
+    capture, or on the meta device.
+    """
+    if torch.compiler.is_compiling() or tensor.is_meta:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

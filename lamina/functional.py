@@ -1,0 +1,338 @@
+"""Differentiable entry points: check the input, pick a backend, run it.
+
+The signatures are those of ``lamina.reference`` plus ``backend``. ``explain`` tells which backend a layer or a
+call would use and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import opaque, reference
+from .checks import describe, epsilon, fail, one_of, readable
+from .kernels import Choice, Request, choose
+from .placements import GATES, STATES, resolve
+from .reference import CellWeights, LSTMState, Masks, Moments, Recurrence, SequenceResult
+
+EPS_MODES = ("var", "std")
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    eps_mode: str = "var",
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """LN(z; gain, bias) = gain (z - mu)/sigma + bias over the last axes (Eq. 3)."""
+    shape = tuple(normalized_shape)
+    _check_layer_norm(input, shape, weight, bias, eps, eps_mode)
+    choice = choose(Request("layer_norm", input.device, input.dtype, eps, eps_mode), backend)
+    if choice.backend == "torch":
+        return F.layer_norm(input, shape, weight, bias, eps)
+    return reference.layer_norm(input, shape, weight, bias, eps, eps_mode)
+
+
+def _check_layer_norm(
+    input: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    eps_mode: str,
+) -> None:
+    epsilon(eps)
+    one_of("eps_mode", eps_mode, EPS_MODES)
+    if not shape or tuple(input.shape[-len(shape) :]) != shape:
+        raise fail(
+            f"layer_norm over {list(shape)} needs an input that ends in those axes",
+            describe(input),
+            "Normalise over the input's own last axes or reshape it.",
+        )
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and tuple(parameter.shape) != shape:
+            raise fail(
+                f"layer_norm {name} must have shape {list(shape)}",
+                describe(parameter),
+                f"Give {name} the normalised shape.",
+            )
+
+
+def rnn(
+    input: Tensor,
+    state: Tensor,
+    weights: CellWeights,
+    *,
+    nonlinearity: str = "tanh",
+    norm: str | None = "layer",
+    placement: str | None = None,
+    eps: float = 1e-5,
+    eps_mode: str = "var",
+    lengths: Tensor | None = None,
+    resets: Tensor | None = None,
+    reverse: bool = False,
+    zoneout: Masks = (None,),
+    recurrent_mask: Tensor | None = None,
+    population: Mapping[str, Moments] | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """A layer-normalised RNN (Eq. 4) over a sequence: input [T, B, D], state [B, H]; gives outputs and h_n."""
+    one_of("nonlinearity", nonlinearity, ("tanh", "relu"))
+    where = resolve("RNN", norm, placement)
+    call = Recurrence(
+        "RNN", input, (state,), weights, norm, where, eps, eps_mode, nonlinearity,
+        lengths, resets, reverse, zoneout, recurrent_mask, population,
+    )  # fmt: skip
+    result = run(call, backend)
+    return result.output, result.state[0]
+
+
+def lstm(
+    input: Tensor,
+    state: LSTMState,
+    weights: CellWeights,
+    *,
+    norm: str | None = "layer",
+    placement: str | None = None,
+    eps: float = 1e-5,
+    eps_mode: str = "var",
+    lengths: Tensor | None = None,
+    resets: Tensor | None = None,
+    reverse: bool = False,
+    zoneout: Masks = (None, None),
+    recurrent_mask: Tensor | None = None,
+    population: Mapping[str, Moments] | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, LSTMState]:
+    """A layer-normalised LSTM over a sequence: input [T, B, D], state (h [B, P], c [B, H])."""
+    where = resolve("LSTM", norm, placement)
+    call = Recurrence(
+        "LSTM", input, tuple(state), weights, norm, where, eps, eps_mode, "tanh",
+        lengths, resets, reverse, zoneout, recurrent_mask, population,
+    )  # fmt: skip
+    result = run(call, backend)
+    return result.output, (result.state[0], result.state[1])
+
+
+def gru(
+    input: Tensor,
+    state: Tensor,
+    weights: CellWeights,
+    *,
+    norm: str | None = "layer",
+    placement: str | None = None,
+    eps: float = 1e-5,
+    eps_mode: str = "var",
+    lengths: Tensor | None = None,
+    resets: Tensor | None = None,
+    reverse: bool = False,
+    zoneout: Masks = (None,),
+    recurrent_mask: Tensor | None = None,
+    population: Mapping[str, Moments] | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """A layer-normalised GRU over a sequence: input [T, B, D], state [B, H]; gives outputs and h_n."""
+    where = resolve("GRU", norm, placement)
+    call = Recurrence(
+        "GRU", input, (state,), weights, norm, where, eps, eps_mode, "tanh",
+        lengths, resets, reverse, zoneout, recurrent_mask, population,
+    )  # fmt: skip
+    result = run(call, backend)
+    return result.output, result.state[0]
+
+
+def run(call: Recurrence, backend: str = "auto", *, single_step: bool = False) -> SequenceResult:
+    """Check a recurrence, pick its backend and run it; layers and cells (``single_step``) come in here."""
+    check_recurrence(call)
+    choice = choose(_request(call, single_step), backend)
+    call = _under_autocast(call)
+    return opaque.run(call) if choice.opaque else reference.evaluate(call)
+
+
+def _request(call: Recurrence, single_step: bool) -> Request:
+    return Request(
+        "recurrence", call.input.device, call.input.dtype, call.eps, call.eps_mode,
+        call.cell, call.norm, call.placement.name, single_step,
+    )  # fmt: skip
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype autocast asks for on this device, None when it is off."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def _under_autocast(call: Recurrence) -> Recurrence:
+    """Cast input and matrices here: autocast cannot reach inside an opaque operator.
+
+    Weight norm is taken before the cast, in the precision of the parameters.
+    """
+    dtype = autocast_dtype(call.input.device)
+    if dtype is None or call.input.dtype == torch.float64:
+        return call
+    w = reference.effective_weights(call)
+    if call.norm == "weight":
+        w = w._replace(gain_ih=None, gain_hh=None, gain_hr=None)
+    w = w._replace(
+        weight_ih=w.weight_ih.to(dtype),
+        weight_hh=w.weight_hh.to(dtype),
+        weight_hr=None if w.weight_hr is None else w.weight_hr.to(dtype),
+    )
+    norm = None if call.norm == "weight" else call.norm
+    return replace(call, input=call.input.to(dtype), weights=w, norm=norm)
+
+
+def check_recurrence(call: Recurrence) -> None:
+    """Raise InputError unless shapes, dtypes, devices and values of a recurrence fit together."""
+    epsilon(call.eps)
+    one_of("eps_mode", call.eps_mode, EPS_MODES)
+    _check_weights(call)
+    _check_input(call)
+    _check_states(call)
+    _check_same_kind(call)
+    check_lengths(call.lengths, call.input.shape[0], call.input.shape[1])
+    check_resets(call.resets, (call.input.shape[0], call.input.shape[1]))
+
+
+def _check_weights(call: Recurrence) -> None:
+    w, gates = call.weights, GATES[call.cell]
+    rows = w.weight_ih.shape[0]
+    if w.weight_ih.dim() != 2 or rows % gates or w.weight_hh.dim() != 2 or w.weight_hh.shape[0] != rows:
+        raise fail(
+            f"{call.cell} weights must be weight_ih [{gates}*H, D] and weight_hh [{gates}*H, P]",
+            f"{describe(w.weight_ih)} and {describe(w.weight_hh)}",
+            "Pass torch's weight layout.",
+        )
+    for site in call.placement.sites():
+        if getattr(w, f"gain_{site}") is None:
+            continue
+        width = rows // gates if site == "cell" else rows
+        gain = getattr(w, f"gain_{site}")
+        if tuple(gain.shape) != (width,):
+            raise fail(f"gain_{site} must have shape [{width}]", describe(gain), "One gain for each unit.")
+
+
+def _check_input(call: Recurrence) -> None:
+    x, size = call.input, call.weights.weight_ih.shape[1]
+    if x.dim() != 3:
+        raise fail(f"{call.cell} needs an input [T, B, {size}]", describe(x), "Add the missing axes.")
+    if x.shape[0] == 0:
+        raise fail("a sequence needs at least one step", describe(x), "Skip empty sequences.")
+    if x.shape[2] != size:
+        raise fail(
+            f"{call.cell} with weight_ih {list(call.weights.weight_ih.shape)} needs an input whose last axis is {size}",
+            describe(x),
+            "Check the feature axis.",
+        )
+
+
+def _check_states(call: Recurrence) -> None:
+    batch, gates = call.input.shape[1], GATES[call.cell]
+    hidden, out = call.weights.weight_ih.shape[0] // gates, call.weights.weight_hh.shape[1]
+    if len(call.state) != STATES[call.cell]:
+        raise fail(f"{call.cell} carries {STATES[call.cell]} state(s)", f"{len(call.state)}", "Pass (h, c) or h.")
+    for name, state, width in zip("hc", call.state, (out, hidden)):
+        if tuple(state.shape) != (batch, width):
+            raise fail(
+                f"the initial {name} must have shape [{batch}, {width}]",
+                describe(state),
+                "Match the batch and the size.",
+            )
+
+
+def _check_same_kind(call: Recurrence) -> None:
+    """One device and, outside autocast, one dtype for input, states and matrices."""
+    mixed_ok = autocast_dtype(call.input.device) is not None
+    for name, tensor in (("weight_ih", call.weights.weight_ih), *zip("hc", call.state)):
+        if tensor.device != call.input.device:
+            raise fail(
+                "input, states and weights must be on one device",
+                f"input on {call.input.device} and {name} on {tensor.device}",
+                "Move them together with .to(device).",
+            )
+        if tensor.dtype != call.input.dtype and not mixed_ok:
+            raise fail(
+                "input, states and weights must have one dtype",
+                f"input {call.input.dtype} and {name} {tensor.dtype}",
+                "Cast one of them, or use torch.autocast.",
+            )
+    if not call.input.is_floating_point():
+        raise fail("the input must be floating point", describe(call.input), "Embed or cast integer input.")
+
+
+def check_lengths(lengths: Tensor | None, steps: int, batch: int) -> None:
+    if lengths is None:
+        return
+    if lengths.dim() != 1 or lengths.shape[0] != batch or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise fail(
+            f"lengths must be {batch} whole numbers, one for each case",
+            describe(lengths),
+            "Pass a 1-D int tensor.",
+        )
+    if batch and readable(lengths):
+        low, high = (int(v) for v in torch.aminmax(lengths))
+        if low < 0 or high > steps:
+            raise fail(
+                f"lengths must lie between 0 and the {steps} steps of the input",
+                f"values from {low} to {high}",
+                "Pass each case's own number of steps.",
+            )
+
+
+def check_resets(resets: Tensor | None, shape: tuple[int, ...]) -> None:
+    if resets is None:
+        return
+    if resets.dtype != torch.bool or tuple(resets.shape) != shape:
+        raise fail(
+            f"resets must be bool with shape {list(shape)} (steps and cases laid out as in the input)",
+            describe(resets),
+            "Mark with True each step that begins a new segment.",
+        )
+
+
+def explain(target: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
+    """Which backend serves this layer or this functional call, and why.
+
+    ``explain(layer)``, ``explain(layer, x)`` or ``explain(lamina.functional.lstm, x, state, weights, ...)``;
+    nothing is computed. The answer has ``backend`` and ``reason`` and prints as one line.
+    """
+    if isinstance(target, nn.Module):
+        return _explain_module(target, *args)
+    backend = kwargs.pop("backend", "auto")
+    if target is layer_norm:
+        x, eps, mode = args[0], kwargs.get("eps", 1e-5), kwargs.get("eps_mode", "var")
+        return choose(Request("layer_norm", x.device, x.dtype, eps, mode), backend)
+    cells = {rnn: "RNN", lstm: "LSTM", gru: "GRU"}
+    if target not in cells:
+        raise fail(
+            "explain takes a lamina layer or a function of lamina.functional",
+            describe(target),
+            "Pass one of those.",
+        )
+    norm = kwargs.get("norm", "layer")
+    where, cell = resolve(cells[target], norm, kwargs.get("placement")), cells[target]
+    x = args[0] if args else kwargs["input"]
+    eps, mode = kwargs.get("eps", 1e-5), kwargs.get("eps_mode", "var")
+    return choose(Request("recurrence", x.device, x.dtype, eps, mode, cell, norm, where.name), backend)
+
+
+def _explain_module(layer: nn.Module, *args: Any) -> Choice:
+    describe_request = getattr(layer, "backend_request", None)
+    if describe_request is None:
+        raise fail(
+            "explain takes a layer of lamina",
+            type(layer).__name__,
+            "Convert the model with lamina.convert, or pass one of its lamina layers.",
+        )
+    request: Request = describe_request(*args)
+    return choose(request, str(layer.backend))

@@ -1,0 +1,150 @@
+"""A recurrence as one operator that compilers do not look into.
+
+``torch.compile`` and ``torch.export`` would otherwise unroll every step into their graph (minutes of compiling at
+T = 1000, and a new graph for each T). The operator's backward runs the reference again with autograd on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .placements import GATES, PLACEMENTS, PLAIN, STATES, Placement
+from .reference import CellWeights, Moments, Recurrence, SequenceResult, evaluate, statistics_dtype
+
+# Tensors travel as one flat list; `names`, joined by commas, says which is which.
+_DIFFERENTIABLE = ("input", "h", "c", *CellWeights._fields)
+
+
+def run(call: Recurrence) -> SequenceResult:
+    """``reference.evaluate`` through the opaque operator."""
+    names, tensors = _flatten(call)
+    rates = [z if isinstance(z, float) else 0.0 for z in call.zoneout]
+    flat = _recurrence(
+        tensors, ",".join(names), call.cell, call.norm or "none", call.placement.name,
+        call.eps, call.eps_mode, call.nonlinearity, call.reverse, rates, call.first_step,
+    )  # fmt: skip
+    return _result(flat, call)
+
+
+def _flatten(call: Recurrence) -> tuple[list[str], list[Tensor]]:
+    found: list[tuple[str, Tensor | None]] = [("input", call.input)]
+    found += list(zip("hc", call.state))
+    found += list(call.weights._asdict().items())
+    found += [("lengths", call.lengths), ("resets", call.resets), ("recurrent_mask", call.recurrent_mask)]
+    found += [(f"zoneout{k}", z if isinstance(z, Tensor) else None) for k, z in enumerate(call.zoneout)]
+    for site, moments in (call.population or {}).items():
+        found += [(f"mean:{site}", moments.mean), (f"var:{site}", moments.var)]
+    kept = [(name, tensor) for name, tensor in found if tensor is not None]
+    return [name for name, _ in kept], [tensor for _, tensor in kept]
+
+
+def _rebuild(
+    tensors: Sequence[Tensor], names: str, cell: str, norm: str, placement: str,
+    eps: float, eps_mode: str, nonlinearity: str, reverse: bool, rates: Sequence[float], first_step: int,
+) -> Recurrence:  # fmt: skip
+    by_name = dict(zip(names.split(","), tensors))
+    sites = [name.removeprefix("mean:") for name in by_name if name.startswith("mean:")]
+    population = {site: Moments(by_name[f"mean:{site}"], by_name[f"var:{site}"]) for site in sites}
+    where: Placement = PLAIN if placement == "none" else PLACEMENTS[cell][placement]
+    return Recurrence(
+        cell,
+        by_name["input"],
+        tuple(by_name[s] for s in "hc"[: STATES[cell]]),
+        CellWeights(**{f: by_name[f] for f in CellWeights._fields if f in by_name}),
+        None if norm == "none" else norm,
+        where, eps, eps_mode, nonlinearity,
+        by_name.get("lengths"), by_name.get("resets"), reverse,
+        tuple(by_name.get(f"zoneout{k}", rate or None) for k, rate in enumerate(rates)),
+        by_name.get("recurrent_mask"),
+        population or None,
+        first_step,
+    )  # fmt: skip
+
+
+def _moment_sites(call: Recurrence) -> tuple[str, ...]:
+    return call.placement.sites() if call.norm == "batch" and call.population is None else ()
+
+
+def _result(flat: Sequence[Tensor], call: Recurrence) -> SequenceResult:
+    last = 1 + STATES[call.cell]
+    pairs = zip(flat[last::2], flat[last + 1 :: 2])
+    moments = {site: Moments(mean, var) for site, (mean, var) in zip(_moment_sites(call), pairs)}
+    return SequenceResult(flat[0], tuple(flat[1:last]), moments)
+
+
+def _outputs(call: Recurrence) -> list[Tensor]:
+    result = evaluate(call)
+    moments = [m for site in _moment_sites(call) for m in result.moments[site]]
+    return [result.output, *result.state, *moments]
+
+
+@torch.library.custom_op("lamina::recurrence", mutates_args=())
+def _recurrence(
+    tensors: Sequence[Tensor], names: str, cell: str, norm: str, placement: str,
+    eps: float, eps_mode: str, nonlinearity: str, reverse: bool, rates: Sequence[float], first_step: int,
+) -> list[Tensor]:  # fmt: skip
+    call = _rebuild(tensors, names, cell, norm, placement, eps, eps_mode, nonlinearity, reverse, rates, first_step)
+    return [t.contiguous().clone() for t in _outputs(call)]
+
+
+@_recurrence.register_fake
+def _(
+    tensors: Sequence[Tensor], names: str, cell: str, norm: str, placement: str,
+    eps: float, eps_mode: str, nonlinearity: str, reverse: bool, rates: Sequence[float], first_step: int,
+) -> list[Tensor]:  # fmt: skip
+    call = _rebuild(tensors, names, cell, norm, placement, eps, eps_mode, nonlinearity, reverse, rates, first_step)
+    x, hidden = call.input, call.weights.weight_ih.shape[0] // GATES[cell]
+    outputs = [x.new_empty((x.shape[0], *call.state[0].shape))]
+    outputs += [x.new_empty(tuple(s.shape)) for s in call.state]
+    for site in _moment_sites(call):
+        width = hidden if site == "cell" else hidden * GATES[cell]
+        outputs += [x.new_empty((x.shape[0], width), dtype=statistics_dtype(x.dtype)) for _ in range(2)]
+    return outputs
+
+
+@torch.library.custom_op("lamina::recurrence_backward", mutates_args=())
+def _recurrence_backward(
+    grads: Sequence[Tensor], tensors: Sequence[Tensor], names: str, cell: str, norm: str, placement: str,
+    eps: float, eps_mode: str, nonlinearity: str, reverse: bool, rates: Sequence[float], first_step: int,
+) -> list[Tensor]:  # fmt: skip
+    # A custom op runs below autograd: recording has to be let in again for the recomputation.
+    key = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
+        wanted = [name in _DIFFERENTIABLE for name in names.split(",")]
+        leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
+        call = _rebuild(leaves, names, cell, norm, placement, eps, eps_mode, nonlinearity, reverse, rates, first_step)
+        outputs = _outputs(call)[: len(grads)]
+        inputs = [leaf for leaf, w in zip(leaves, wanted) if w]
+        found = torch.autograd.grad(outputs, inputs, list(grads), allow_unused=True, materialize_grads=True)
+    return [g.contiguous().clone() for g in found]
+
+
+@_recurrence_backward.register_fake
+def _(grads: Sequence[Tensor], tensors: Sequence[Tensor], names: str, *rest: object) -> list[Tensor]:
+    wanted = [name in _DIFFERENTIABLE for name in names.split(",")]
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t, w in zip(tensors, wanted) if w]
+
+
+def _setup_context(ctx: object, inputs: tuple[object, ...], output: object) -> None:
+    tensors, *rest = inputs
+    ctx.save_for_backward(*tensors)  # type: ignore[attr-defined,misc]
+    ctx.rest = rest  # type: ignore[attr-defined]
+
+
+def _backward(ctx: object, grads: Sequence[Tensor]) -> tuple[object, ...]:
+    rest = ctx.rest  # type: ignore[attr-defined]
+    names, cell = rest[0].split(","), rest[1]
+    found = iter(
+        _recurrence_backward(
+            [g.contiguous() for g in grads[: 1 + STATES[cell]]],
+            list(ctx.saved_tensors),  # type: ignore[attr-defined]
+            *rest,
+        )
+    )
+    return [next(found) if name in _DIFFERENTIABLE else None for name in names], *(None for _ in rest)
+
+
+_recurrence.register_autograd(_backward, setup_context=_setup_context)

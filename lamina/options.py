@@ -1,0 +1,172 @@
+"""What the recurrent layers and cells share: their options, their parameters and how those start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from .baselines import weight_norm_gain
+from .checks import epsilon, fail, finite, one_of, probability
+from .kernels import BACKENDS
+from .placements import GATES, Placement, resolve
+
+EPS_MODES = ("var", "std")
+
+
+class CellOptions(TypedDict, total=False):
+    """The keyword-only options of every recurrent layer and cell; ``Options`` holds the defaults."""
+
+    norm: str | None
+    placement: str | None
+    eps: float
+    eps_mode: str
+    gain_init: float | None
+    forget_bias: float | None
+    zoneout: float | tuple[float, float]
+    recurrent_dropout: float
+    learn_initial_state: bool
+    backend: str
+    momentum: float | None
+    eval_statistics: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked options.
+
+    norm: "layer" (default), "batch" (recurrent batch norm, statistics per time step), "weight" or None.
+    placement: where the norms sit, a row of ``lamina.placements``; None is the paper's.
+    eps, eps_mode: sqrt(var + eps) for "var", sqrt(var) + eps for "std"; eps may be 0.
+    gain_init: start value of the gains; None is 1 for layer norm, 0.1 for batch norm and the row norms of the
+        weights (function unchanged) for weight norm. Biases start at 0 whenever a norm is on.
+    forget_bias: start value of the LSTM's forget-gate bias; None leaves it to the rule above.
+    zoneout: probability that a unit of h keeps its old value, or a pair for h and c; the expectation in evaluation.
+    recurrent_dropout: probability of dropping a unit of h on its way into W_h, one mask for the whole sequence.
+    learn_initial_state: the state a sequence starts from (and is reset to) is a parameter, 0 at first.
+    backend: "auto" or a name; see ``lamina.explain``.
+    momentum: of the running statistics of batch norm; None averages over all batches.
+    eval_statistics: "population" or "batch", what batch norm uses in evaluation.
+    """
+
+    norm: str | None = "layer"
+    placement: str | None = None
+    eps: float = 1e-5
+    eps_mode: str = "var"
+    gain_init: float | None = None
+    forget_bias: float | None = None
+    zoneout: float | tuple[float, float] = 0.0
+    recurrent_dropout: float = 0.0
+    learn_initial_state: bool = False
+    backend: str = "auto"
+    momentum: float | None = 0.1
+    eval_statistics: str = "population"
+
+    @classmethod
+    def parse(cls, owner: str, given: Mapping[str, Any]) -> Options:
+        """Options from keyword arguments; an unknown one is a TypeError, as in any constructor."""
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}. Options: {', '.join(known)}.")
+        return cls(**given)
+
+    def check(self, cell: str, bias: bool) -> Placement:
+        """Raise unless the options suit this cell; give the placement they name."""
+        where = resolve(cell, self.norm, self.placement)
+        epsilon(self.eps)
+        one_of("eps_mode", self.eps_mode, EPS_MODES)
+        one_of("backend", self.backend, BACKENDS["recurrence"])
+        one_of("eval_statistics", self.eval_statistics, ("population", "batch"))
+        probability("recurrent_dropout", self.recurrent_dropout, below_one=True)
+        self.zoneout_rates(cell)
+        if self.momentum is not None:
+            probability("momentum", self.momentum)
+        if self.gain_init is not None:
+            finite("gain_init", self.gain_init)
+        self._check_forget_bias(cell, bias)
+        return where
+
+    def _check_forget_bias(self, cell: str, bias: bool) -> None:
+        if self.forget_bias is None:
+            return
+        finite("forget_bias", self.forget_bias)
+        if cell != "LSTM" or not bias:
+            raise fail(
+                "forget_bias needs an LSTM with bias=True",
+                f"{cell} with bias={bias}, forget_bias={self.forget_bias}",
+                "Drop forget_bias.",
+            )
+
+    def zoneout_rates(self, cell: str) -> tuple[float, ...]:
+        """The zoneout probability of each state: (h,) or (h, c). One number is for h alone, as in Haste."""
+        rates = self.zoneout if isinstance(self.zoneout, tuple) else (self.zoneout, 0.0)
+        if len(rates) != 2 or (cell != "LSTM" and rates[1]):
+            raise fail(
+                "zoneout is a probability for h, or a pair (h, c) for an LSTM",
+                f"{self.zoneout!r} for {cell}",
+                "Pass one number, or (h, c) to an LSTM.",
+            )
+        checked = tuple(probability("zoneout", rate) for rate in rates)
+        return checked if cell == "LSTM" else checked[:1]
+
+
+def parameter_shapes(
+    cell: str, input_size: int, hidden_size: int, proj_size: int, bias: bool, norm: str | None, where: Placement
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of one cell's parameters: torch's first, in torch's order, then what the norm adds."""
+    rows, out = GATES[cell] * hidden_size, proj_size or hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"weight_ih": (rows, input_size), "weight_hh": (rows, out)}
+    if bias:
+        shapes |= {"bias_ih": (rows,), "bias_hh": (rows,)}
+    if proj_size:
+        shapes["weight_hr"] = (proj_size, hidden_size)
+    if norm == "weight":
+        shapes |= {"gain_ih": (rows,), "gain_hh": (rows,)} | ({"gain_hr": (proj_size,)} if proj_size else {})
+    for site in where.sites():
+        shapes[f"gain_{site}"] = (hidden_size if site == "cell" else rows,)
+    if bias and where.cell:
+        shapes["bias_cell"] = (hidden_size,)
+    return shapes
+
+
+def initialise(parameters: Mapping[str, Tensor], cell: str, hidden_size: int, options: Options) -> None:
+    """Start values of one cell, the keys as in ``parameter_shapes``.
+
+    Torch's own parameters are drawn first and in torch's order, so the same seed gives nn.LSTM's weights.
+    """
+    bound = 1 / math.sqrt(hidden_size)
+    for name, parameter in parameters.items():
+        if name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr"):
+            nn.init.uniform_(parameter, -bound, bound)
+    if options.norm is not None:
+        for name, parameter in parameters.items():
+            if name.startswith("bias_"):
+                nn.init.zeros_(parameter)
+            elif name.startswith("gain_"):
+                _initialise_gain(name, parameters, options)
+    for name, parameter in parameters.items():
+        if name.startswith("initial_"):
+            nn.init.zeros_(parameter)
+    _initialise_forget_bias(parameters, hidden_size, options)
+
+
+def _initialise_gain(name: str, parameters: Mapping[str, Tensor], options: Options) -> None:
+    if options.gain_init is None and options.norm == "weight":
+        with torch.no_grad():
+            parameters[name].copy_(weight_norm_gain(parameters[name.replace("gain", "weight")]))
+        return
+    default = 0.1 if options.norm == "batch" else 1.0
+    nn.init.constant_(parameters[name], default if options.gain_init is None else options.gain_init)
+
+
+def _initialise_forget_bias(parameters: Mapping[str, Tensor], hidden_size: int, options: Options) -> None:
+    """The sum of torch's two biases is what the gate sees: one gets the value, the other 0."""
+    if options.forget_bias is None:
+        return
+    for name, value in (("bias_ih", options.forget_bias), ("bias_hh", 0.0)):
+        nn.init.constant_(parameters[name][hidden_size : 2 * hidden_size], value)

@@ -1,0 +1,563 @@
+"""RNN, LSTM and GRU: the torch.nn layers with a choice of normalisation.
+
+Constructor, call, parameter names and gate order are those of ``torch.nn``; the norm's options are keyword-only
+(``lamina.options.Options``). Letters: T steps, B cases, D inputs, H hidden, P = proj_size or H.
+"""
+
+from __future__ import annotations
+
+import numbers
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from . import functional
+from .baselines import StepStatistics
+from .checks import describe, fail, one_of, positive_int, probability
+from .kernels import Request
+from .options import CellOptions, Options, initialise, parameter_shapes
+from .placements import STATES
+from .reference import CellWeights, Masks, Moments, Recurrence, statistics_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+State = tuple[Tensor, ...]
+
+
+class RecurrentModule(nn.Module):
+    """Parameters, options and masks of one or more cells of the same kind; layers and cells build on it."""
+
+    cell: ClassVar[str]
+    nonlinearity: str = "tanh"
+
+    def __init__(
+        self, input_size: int, hidden_size: int, proj_size: int, bias: bool, given: CellOptions, device: Any, dtype: Any
+    ) -> None:
+        super().__init__()
+        self.input_size = positive_int("input_size", input_size)
+        self.hidden_size = positive_int("hidden_size", hidden_size)
+        self.proj_size = proj_size
+        self.bias = bias
+        self.options = Options.parse(type(self).__name__, given)
+        self.where = self.options.check(self.cell, bias)
+        self.factory = {"device": device, "dtype": dtype}
+
+    @property
+    def norm(self) -> str | None:
+        return self.options.norm
+
+    @property
+    def placement(self) -> str | None:
+        """The placement's name, None where there is nothing to place."""
+        return self.where.name if self.where.sites() else None
+
+    @property
+    def eps(self) -> float:
+        return self.options.eps
+
+    @property
+    def eps_mode(self) -> str:
+        return self.options.eps_mode
+
+    @property
+    def backend(self) -> str:
+        return self.options.backend
+
+    @property
+    def output_size(self) -> int:
+        return self.proj_size or self.hidden_size
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        return (self.output_size, self.hidden_size)[: STATES[self.cell]]
+
+    def _add_cell(self, suffix: str, input_size: int) -> None:
+        shapes = parameter_shapes(
+            self.cell, input_size, self.hidden_size, self.proj_size, self.bias, self.norm, self.where
+        )
+        if self.options.learn_initial_state:
+            shapes |= {f"initial_{s}": (width,) for s, width in zip("hc", self.state_sizes)}
+        for name, shape in shapes.items():
+            self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **self.factory)))
+        if self.norm == "batch":
+            widths = {site: shapes[f"gain_{site}"][0] for site in self.where.sites()}
+            statistics = StepStatistics(widths, self.options.momentum, **self.factory)
+            self.add_module(f"statistics{suffix}", statistics)
+
+    def _suffixes(self) -> list[str]:
+        """One ending for each cell: "_l0", "_l0_reverse", ...; a lone cell has "" ."""
+        raise NotImplementedError
+
+    def _cell_parameters(self, suffix: str) -> dict[str, Tensor]:
+        shapes = (*CellWeights._fields, "initial_h", "initial_c")
+        found = ((name, getattr(self, name + suffix, None)) for name in shapes)
+        return {name: tensor for name, tensor in found if tensor is not None}
+
+    def reset_parameters(self) -> None:
+        """Start afresh: weights as torch.nn draws them, gains 1 and biases 0 under a norm, statistics emptied."""
+        for suffix in self._suffixes():
+            initialise(self._cell_parameters(suffix), self.cell, self.hidden_size, self.options)
+            if self.norm == "batch":
+                self._statistics(suffix).reset()
+
+    def _weights(self, suffix: str) -> CellWeights:
+        found: dict[str, Any] = {f: getattr(self, f + suffix, None) for f in CellWeights._fields}
+        return CellWeights(**found)
+
+    def _statistics(self, suffix: str) -> StepStatistics:
+        found = self.get_submodule(f"statistics{suffix}")
+        if not isinstance(found, StepStatistics):
+            raise TypeError(f"statistics{suffix} must be a StepStatistics, got {type(found).__name__}.")
+        return found
+
+    def _population(self, suffix: str) -> dict[str, Moments] | None:
+        """Batch norm's stored moments where evaluation uses them, None where the batch's own are used."""
+        collecting = self.norm == "batch" and self._statistics(suffix).collecting
+        if self.norm != "batch" or self.training or collecting or self.options.eval_statistics == "batch":
+            return None
+        return self._statistics(suffix).population()
+
+    def _observe(self, suffix: str, moments: dict[str, Moments], counts: Tensor | int, first_step: int = 0) -> None:
+        if moments and (self.training or self._statistics(suffix).collecting):
+            self._statistics(suffix).observe(moments, counts, first_step)
+
+    def _zoneout(self, steps: int, batch: int, like: Tensor) -> Masks:
+        """0/1 masks of kept units in training, the probabilities themselves in evaluation, None where off."""
+        rates = self.options.zoneout_rates(self.cell)
+        dtype = statistics_dtype(like.dtype)
+
+        def mask(rate: float, width: int) -> Tensor | float | None:
+            if not rate or not self.training:
+                return rate or None
+            return (torch.rand(steps, batch, width, device=like.device, dtype=dtype) < rate).to(dtype)
+
+        return tuple(mask(rate, width) for rate, width in zip(rates, self.state_sizes))
+
+    def _draw_recurrent_mask(self, batch: int, like: Tensor) -> Tensor | None:
+        """One inverted-dropout mask for a whole sequence (Gal and Ghahramani 2016)."""
+        rate = self.options.recurrent_dropout
+        if not rate or not self.training:
+            return None
+        dtype = statistics_dtype(like.dtype)
+        kept = torch.rand(batch, self.output_size, device=like.device, dtype=dtype) >= rate
+        return kept.to(dtype) / (1 - rate)
+
+    def _default_state(self, suffix: str, batch: int, like: Tensor) -> State:
+        """The state a sequence starts from when the caller gives none."""
+        if not self.options.learn_initial_state:
+            return tuple(like.new_zeros(batch, width) for width in self.state_sizes)
+        found = (getattr(self, f"initial_{s}{suffix}") for s in "hc"[: STATES[self.cell]])
+        return tuple(p.unsqueeze(0).expand(batch, -1) for p in found)
+
+    def _recurrence(self, suffix: str, x: Tensor, state: State, **more: Any) -> Recurrence:
+        return Recurrence(
+            self.cell, x, state, self._weights(suffix), self.norm, self.where, self.eps, self.eps_mode,
+            self.nonlinearity, population=self._population(suffix), **more,
+        )  # fmt: skip
+
+    def backend_request(self, *args: Any) -> Request:
+        """What ``lamina.explain`` decides on: the input if there is one, else the parameters."""
+        weight = self.get_parameter("weight_ih" + self._suffixes()[0])
+        like = next((a.data if isinstance(a, PackedSequence) else a for a in args), weight)
+        single = not isinstance(self, RecurrentLayer)
+        name = self.where.name
+        return Request(
+            "recurrence", like.device, like.dtype, self.eps, self.eps_mode, self.cell, self.norm, name, single
+        )
+
+    def _option_repr(self) -> list[str]:
+        shown = [f"norm={self.norm!r}"] + ([f"placement={self.placement!r}"] if self.placement else [])
+        defaults = Options()
+        for name in vars(defaults):
+            value = getattr(self.options, name)
+            if name not in ("norm", "placement") and value != getattr(defaults, name):
+                shown.append(f"{name}={value!r}")
+        return shown
+
+
+class RecurrentLayer(RecurrentModule):
+    """One or more layers of cells over whole sequences, in one or both directions."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        bias: bool,
+        batch_first: bool,
+        dropout: float,
+        bidirectional: bool,
+        proj_size: int,
+        device: Any,
+        dtype: Any,
+        given: CellOptions,
+    ) -> None:
+        _check_projection(self.cell, proj_size, hidden_size)
+        super().__init__(input_size, hidden_size, proj_size, bias, given, device, dtype)
+        self.num_layers = positive_int("num_layers", num_layers)
+        self.batch_first = batch_first
+        self.dropout = _check_dropout(dropout, num_layers)
+        self.bidirectional = bidirectional
+        for layer, suffix in self._cells():
+            width = self.input_size if layer == 0 else self.output_size * self.num_directions
+            self._add_cell(suffix, width)
+        self.reset_parameters()
+
+    @property
+    def num_directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    @property
+    def mode(self) -> str:
+        """torch's name of the layer kind: LSTM, GRU, RNN_TANH or RNN_RELU."""
+        return f"RNN_{self.nonlinearity.upper()}" if self.cell == "RNN" else self.cell
+
+    def _cells(self) -> Iterator[tuple[int, str]]:
+        for layer in range(self.num_layers):
+            for end in ("", "_reverse")[: self.num_directions]:
+                yield layer, f"_l{layer}{end}"
+
+    def _suffixes(self) -> list[str]:
+        return [suffix for _, suffix in self._cells()]
+
+    @property
+    def all_weights(self) -> list[list[nn.Parameter]]:
+        """The parameters cell by cell, torch's first."""
+        return [list(self._cell_parameters(suffix).values()) for suffix in self._suffixes()]  # type: ignore[arg-type]
+
+    def flatten_parameters(self) -> None:
+        """Accepted for torch's sake; there is no flat weight buffer to rebuild."""
+
+    def extra_repr(self) -> str:
+        shown = [f"{self.input_size}, {self.hidden_size}"]
+        if self.proj_size:
+            shown.append(f"proj_size={self.proj_size}")
+        if self.num_layers != 1:
+            shown.append(f"num_layers={self.num_layers}")
+        for name, default in (("bias", True), ("batch_first", False), ("dropout", 0.0), ("bidirectional", False)):
+            if getattr(self, name) != default:
+                shown.append(f"{name}={getattr(self, name)}")
+        return ", ".join(shown + self._option_repr())
+
+    def permute_hidden(self, hx: Any, permutation: Tensor | None) -> Any:
+        """The cases of a state in another order, as torch.nn uses for packed input."""
+        if permutation is None:
+            return hx
+        if isinstance(hx, Tensor):
+            return hx.index_select(1, permutation)
+        return tuple(h.index_select(1, permutation) for h in hx)
+
+    def _run(self, input: Any, hx: Any, lengths: Any, resets: Tensor | None) -> tuple[Any, State]:
+        if isinstance(input, PackedSequence):
+            return self._run_packed(input, hx, lengths, resets)
+        self._check_input(input)
+        if input.dim() == 2:
+            return self._run_unbatched(input, hx, lengths, resets)
+        if self.batch_first:
+            input = input.transpose(0, 1)
+            resets = resets if resets is None else self._turned_resets(resets, input)
+        output, state = self._run_stack(input, self._states(hx, input, 3), self._lengths(lengths, input), resets)
+        return (output.transpose(0, 1) if self.batch_first else output), state
+
+    def _turned_resets(self, resets: Tensor, time_major: Tensor) -> Tensor:
+        functional.check_resets(resets, (time_major.shape[1], time_major.shape[0]))
+        return resets.transpose(0, 1)
+
+    def _run_unbatched(self, input: Tensor, hx: Any, lengths: Any, resets: Tensor | None) -> tuple[Tensor, State]:
+        if lengths is not None:
+            raise fail(
+                "lengths= is for batches; an unbatched input is one case",
+                f"input {describe(input)}",
+                "Cut the input to its length instead.",
+            )
+        if resets is not None:
+            functional.check_resets(resets, tuple(input.shape[:1]))
+            resets = resets.unsqueeze(1)
+        x = input.unsqueeze(1)
+        output, state = self._run_stack(x, self._states(hx, x, 2), None, resets)
+        return output.squeeze(1), tuple(s.squeeze(1) for s in state)
+
+    def _run_packed(
+        self, packed: PackedSequence, hx: Any, lengths: Any, resets: Tensor | None
+    ) -> tuple[PackedSequence, State]:
+        data, batch_sizes, order, inverse = packed
+        self._check_packed(packed, lengths)
+        sorted_only = PackedSequence(data, batch_sizes)
+        x, sizes = pad_packed_sequence(sorted_only)
+        if resets is not None:
+            resets = self._turned_resets(resets, x) if self.batch_first else resets
+            functional.check_resets(resets, tuple(x.shape[:2]))
+            resets = resets if order is None else resets.index_select(1, order)
+        states = self._states(self.permute_hidden(hx, order), x, 3)
+        output, state = self._run_stack(x, states, sizes.to(x.device), resets)
+        data = pack_padded_sequence(output, sizes).data
+        state = self.permute_hidden(state, inverse)
+        return PackedSequence(data, batch_sizes, order, inverse), state
+
+    def _run_stack(
+        self, x: Tensor, states: Sequence[State], lengths: Tensor | None, resets: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """All layers and directions over a time-major batch; final states are stacked as torch stacks them."""
+        counts = self._valid_counts(x, lengths)
+        finals: list[State] = []
+        for layer in range(self.num_layers):
+            outputs = []
+            for reverse in range(self.num_directions):
+                index = layer * self.num_directions + reverse
+                suffix = self._suffixes()[index]
+                call = self._recurrence(
+                    suffix,
+                    x,
+                    states[index],
+                    lengths=lengths,
+                    resets=resets,
+                    reverse=bool(reverse),
+                    zoneout=self._zoneout(x.shape[0], x.shape[1], x),
+                    recurrent_mask=self._draw_recurrent_mask(x.shape[1], x),
+                )
+                result = functional.run(call, self.backend)
+                self._observe(suffix, result.moments, counts)
+                outputs.append(result.output)
+                finals.append(result.state)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+            if layer < self.num_layers - 1:
+                x = F.dropout(x, self.dropout, self.training)
+        return x, tuple(torch.stack(kind) for kind in zip(*finals))
+
+    def _valid_counts(self, x: Tensor, lengths: Tensor | None) -> Tensor | int:
+        """How many cases stand behind each step's batch statistics."""
+        if self.norm != "batch" or lengths is None:
+            return x.shape[1]
+        return (torch.arange(x.shape[0], device=x.device).unsqueeze(1) < lengths).sum(1)
+
+    def _lengths(self, lengths: Any, x: Tensor) -> Tensor | None:
+        """Lengths as a checked tensor on the input's device; checked where they lie, so a CPU tensor costs no wait."""
+        if lengths is None:
+            return None
+        found = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
+        functional.check_lengths(found, x.shape[0], x.shape[1])
+        return found.to(x.device)
+
+    def _states(self, hx: Any, x: Tensor, rank: int) -> list[State]:
+        """The initial state of every cell, from ``hx`` (rank 3, or 2 for unbatched input) or the default."""
+        cells = self._suffixes()
+        if hx is None:
+            return [self._default_state(suffix, x.shape[1], x) for suffix in cells]
+        given = self._check_hx(hx, x, rank)
+        if rank == 2:
+            given = tuple(s.unsqueeze(1) for s in given)
+        return [tuple(s[index] for s in given) for index in range(len(cells))]
+
+    def _check_hx(self, hx: Any, x: Tensor, rank: int) -> State:
+        given = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        name = type(self).__name__
+        expected = " and ".join(["h_0", "c_0"][: STATES[self.cell]])
+        if len(given) != STATES[self.cell] or not all(isinstance(s, Tensor) for s in given):
+            raise fail(f"{name} takes {expected} as hx", describe(hx), "Pass hx=None to start from the default state.")
+        for label, state, width in zip(("h_0", "c_0"), given, self.state_sizes):
+            shape = [len(self._suffixes()), x.shape[1], width] if rank == 3 else [len(self._suffixes()), width]
+            if list(state.shape) != shape:
+                raise fail(
+                    f"{name} needs {label} of shape {shape} for this {'batched' if rank == 3 else 'unbatched'} input",
+                    describe(state),
+                    "The axes are num_layers * num_directions, batch, size; batch_first does not change them.",
+                )
+        return given
+
+    def _check_input(self, input: Any) -> None:
+        name, size = f"{type(self).__name__}(input_size={self.input_size})", self.input_size
+        if not isinstance(input, Tensor):
+            raise TypeError(f"{name} takes a Tensor or a PackedSequence, got {describe(input)}. Convert it first.")
+        if input.dim() not in (2, 3):
+            raise fail(f"{name} needs a 3-D input, or 2-D for one case", describe(input), "Add or drop axes.")
+        if input.shape[-1] != size:
+            got = input.shape[-1]
+            raise fail(
+                f"{name} needs an input whose last axis is {size}",
+                describe(input),
+                f"Build {type(self).__name__}({got}, ...) if {got} is right.",
+            )
+
+    def _check_packed(self, packed: PackedSequence, lengths: Any) -> None:
+        self._check_input(packed.data)
+        rows, total = packed.data.shape[0], int(packed.batch_sizes.sum())
+        if lengths is not None:
+            raise fail("a PackedSequence has its own lengths", "lengths= beside it", "Drop lengths=.")
+        if packed.data.dim() != 2 or rows != total:
+            raise fail(
+                "the batch_sizes of a PackedSequence must sum to the rows of its data",
+                f"a sum of {total} and data {describe(packed.data)}",
+                "Build it with pack_padded_sequence or pack_sequence.",
+            )
+
+
+def _check_dropout(dropout: object, num_layers: int) -> float:
+    if not isinstance(dropout, numbers.Number):
+        raise fail("dropout must be a number in [0, 1]", f"dropout={dropout!r}", "Pass 0 to switch it off.")
+    rate = probability("dropout", dropout)
+    if rate > 0 and num_layers == 1:
+        warnings.warn(
+            "dropout acts between recurrent layers, so a non-zero dropout expects num_layers greater than 1, "
+            f"but got dropout={dropout} and num_layers={num_layers}",
+            stacklevel=4,
+        )
+    return rate
+
+
+def _check_projection(cell: str, proj_size: int, hidden_size: int) -> None:
+    if isinstance(proj_size, bool) or not isinstance(proj_size, int) or proj_size < 0:
+        raise fail("proj_size must be a whole number, 0 for none", f"proj_size={proj_size!r}", "Pass 0.")
+    if proj_size >= hidden_size and proj_size:
+        raise fail(
+            "proj_size must be smaller than hidden_size",
+            f"proj_size={proj_size}, hidden_size={hidden_size}",
+            "Lower proj_size.",
+        )
+
+
+class RNN(RecurrentLayer):
+    """Layer-normalised Elman RNN, drop-in for ``torch.nn.RNN``.
+
+    h_t = f(g/sigma (a_t - mu) + b), a_t = W_ih x_t + W_hh h_{t-1} (Eq. 4), f = tanh or relu.
+
+    Arguments are those of ``torch.nn.RNN``; keyword-only options are those of ``lamina.options.Options``.
+    """
+
+    cell = "RNN"
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Unpack[CellOptions],
+    ) -> None:
+        _refuse_projection("RNN", options)
+        super().__init__(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, device, dtype, options
+        )
+        self.nonlinearity = _check_nonlinearity(nonlinearity)
+
+    def forward(
+        self, input: Any, hx: Tensor | None = None, *, lengths: Any = None, resets: Tensor | None = None
+    ) -> tuple[Any, Tensor]:
+        """Outputs [T, B, H] (or as the input is laid out) and h_n [num_layers * num_directions, B, H]."""
+        output, state = self._run(input, hx, lengths, resets)
+        return output, state[0]
+
+
+class GRU(RecurrentLayer):
+    """Layer-normalised GRU, drop-in for ``torch.nn.GRU``.
+
+    Placement "paper" (default), gates r, z, n in torch's order:
+    [r z] = LN(W_ih x) + LN(W_hh h') over 2H; n = tanh(LN(W_in x) + s(r) LN(W_hn h')); h = (1-s(z)) n + s(z) h'.
+    Others: "split" (Haste), "joint" (Dreamer); see ``lamina.placements``.
+
+    Arguments are those of ``torch.nn.GRU``; keyword-only options are those of ``lamina.options.Options``.
+    """
+
+    cell = "GRU"
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Unpack[CellOptions],
+    ) -> None:
+        _refuse_projection("GRU", options)
+        super().__init__(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, device, dtype, options
+        )
+
+    def forward(
+        self, input: Any, hx: Tensor | None = None, *, lengths: Any = None, resets: Tensor | None = None
+    ) -> tuple[Any, Tensor]:
+        """Outputs [T, B, H] (or as the input is laid out) and h_n [num_layers * num_directions, B, H]."""
+        output, state = self._run(input, hx, lengths, resets)
+        return output, state[0]
+
+
+class LSTM(RecurrentLayer):
+    """Layer-normalised LSTM, drop-in for ``torch.nn.LSTM``.
+
+    Placement "paper" (default), gates i, f, g, o in torch's order:
+    [i f g o] = LN(W_ih x) + LN(W_hh h') + b; c = s(f) c' + s(i) tanh(g); h = s(o) tanh(LN(c)), c carried raw.
+    Others: "cell" (DRAW), "carry" (fastrnns, TF Addons), "joint" (torchaudio), "gate" (TF contrib); see
+    ``lamina.placements``.
+
+    Arguments are those of ``torch.nn.LSTM``; keyword-only options are those of ``lamina.options.Options``.
+
+    >>> lstm = LSTM(3, 5)
+    >>> output, (h_n, c_n) = lstm(torch.zeros(7, 2, 3), lengths=[7, 4])
+    >>> output.shape, h_n.shape
+    (torch.Size([7, 2, 5]), torch.Size([1, 2, 5]))
+    """
+
+    cell = "LSTM"
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Unpack[CellOptions],
+    ) -> None:
+        super().__init__(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
+            device, dtype, options,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        input: Any,
+        hx: tuple[Tensor, Tensor] | None = None,
+        *,
+        lengths: Any = None,
+        resets: Tensor | None = None,
+    ) -> tuple[Any, tuple[Tensor, Tensor]]:
+        """Outputs [T, B, P] (or as the input is laid out) and (h_n, c_n).
+
+        lengths: number of valid steps of each case, list or int tensor [B]; no sorting, no packing. Outputs beyond
+            a case's length are 0, its final state is that of its last valid step.
+        resets: bool, laid out as the input's first two axes; True where a step begins a new segment: the state
+            is the initial one before that step (reading backwards: before the step that precedes it).
+        """
+        output, state = self._run(input, hx, lengths, resets)
+        return output, (state[0], state[1])
+
+
+def _refuse_projection(cell: str, options: Any) -> None:
+    if "proj_size" in options:
+        raise fail("proj_size is for LSTM only", f"proj_size={options['proj_size']} for {cell}", "Drop it or use LSTM.")
+
+
+def _check_nonlinearity(nonlinearity: str) -> str:
+    one_of("nonlinearity", nonlinearity, ("tanh", "relu"))
+    return nonlinearity

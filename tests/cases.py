@@ -1,0 +1,67 @@
+"""The cells, placements, shapes and random parameters every test draws from."""
+
+from __future__ import annotations
+
+import torch
+
+import lamina.placements as placements
+from lamina.options import parameter_shapes
+from lamina.reference import CellWeights, Recurrence
+
+CELLS = ("RNN", "LSTM", "GRU")
+LAYER = [(cell, "layer", name) for cell, rows in placements.PLACEMENTS.items() for name in rows]
+BATCH = [(cell, "batch", name) for cell, _, name in LAYER]
+OTHER = [(cell, norm, None) for cell in CELLS for norm in ("weight", None)]
+EVERY = LAYER + BATCH + OTHER
+IDS = ["-".join(str(part) for part in row) for row in EVERY]
+
+# 1, primes and 2^k +- 1: (T, B, D, H)
+SHAPES = [(1, 1, 1, 2), (5, 3, 7, 11), (4, 1, 2, 17), (3, 5, 9, 15)]
+
+
+def random_weights(cell, norm, placement, inputs, hidden, proj=0, bias=True, dtype=torch.float64, device="cpu"):
+    """Weights with gains around 1 and biases around 0, nothing at its start value."""
+    where = placements.resolve(cell, norm, placement)
+    shapes = parameter_shapes(cell, inputs, hidden, proj, bias, norm, where)
+    tensors = {}
+    for name, shape in shapes.items():
+        value = torch.randn(shape, dtype=dtype, device=device) * 0.5
+        tensors[name] = (1 + value if name.startswith("gain") else value).requires_grad_()
+    return CellWeights(**tensors)
+
+
+def random_state(cell, batch, hidden, proj=0, dtype=torch.float64, device="cpu"):
+    widths = (proj or hidden, hidden)[: placements.STATES[cell]]
+    return tuple(torch.randn(batch, w, dtype=dtype, device=device, requires_grad=True) for w in widths)
+
+
+def random_call(cell, norm, placement, shape, proj=0, dtype=torch.float64, device="cpu", **more):
+    steps, batch, inputs, hidden = shape
+    x = torch.randn(steps, batch, inputs, dtype=dtype, device=device, requires_grad=True)
+    weights = random_weights(cell, norm, placement, inputs, hidden, proj, dtype=dtype, device=device)
+    state = random_state(cell, batch, hidden, proj, dtype, device)
+    return Recurrence(cell, x, state, weights, norm, placements.resolve(cell, norm, placement), **more)
+
+
+def leaves(call):
+    """Every differentiable tensor of a call, by name."""
+    found = {"input": call.input} | dict(zip("hc", call.state))
+    return found | {k: v for k, v in call.weights._asdict().items() if v is not None}
+
+
+def gradients(outputs, inputs):
+    """Gradients of random projections of all outputs, the same projections on every call."""
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in outputs]
+    return torch.autograd.grad(outputs, inputs, upstream, allow_unused=True, materialize_grads=True)
+
+
+def assert_same(got, want, bound=1e-12, names=None):
+    """Largest difference relative to the size of what is wanted."""
+    for index, (a, b) in enumerate(zip(got, want, strict=True)):
+        label = names[index] if names else index
+        assert a.shape == b.shape, (label, a.shape, b.shape)
+        if a.numel() == 0:
+            continue
+        error = (a - b).abs().max().item() / max(b.abs().max().item(), 1.0)
+        assert error <= bound, f"{label}: {error:.3g} > {bound:.3g}"

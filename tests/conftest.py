@@ -1,0 +1,37 @@
+"""Every test starts from one seed, on one thread, with uninitialised memory filled with NaN."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what CUDA asks for when results must repeat
+settings.register_profile("lamina", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.load_profile("lamina")
+
+
+@pytest.fixture(autouse=True)
+def _controlled():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    # Deterministic mode fills torch.empty with NaN: a buffer that nobody writes cannot pass unseen.
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device(os.environ.get("LAMINA_TEST_DEVICE", "cpu"))
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
