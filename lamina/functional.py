@@ -167,7 +167,7 @@ def _request(call: Recurrence, single_step: bool) -> Request:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype autocast asks for on this device, None when it is off."""
-    if not torch.is_autocast_enabled(device.type):
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 

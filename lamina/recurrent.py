@@ -294,7 +294,9 @@ class RecurrentLayer(RecurrentModule):
             resets = self._turned_resets(resets, x) if self.batch_first else resets
             functional.check_resets(resets, tuple(x.shape[:2]))
             resets = resets if order is None else resets.index_select(1, order)
-        states = self._states(self.permute_hidden(hx, order), x, 3)
+        if hx is not None:
+            hx = self.permute_hidden(self._check_hx(hx, x, 3), order)
+        states = self._states(hx, x, 3)
         output, state = self._run_stack(x, states, sizes.to(x.device), resets)
         data = pack_padded_sequence(output, sizes).data
         state = self.permute_hidden(state, inverse)
