@@ -64,7 +64,7 @@ def probability(what: str, value: object, *, below_one: bool = False) -> float:
 def epsilon(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"eps must be a number, got {describe(value)}. Pass a float such as 1e-5.")
-    if not math.isfinite(value) or value < 0:
+    if not 0 <= value < math.inf:  # comparisons, not isfinite: a compiler may hold eps as a symbol
         raise fail("eps must be finite and not negative", f"eps={value}", "Pass 1e-5, or 0 for the paper's form.")
     return float(value)
 
@@ -86,3 +86,11 @@ def readable(tensor: Tensor) -> bool:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype autocast would use for ``tensor``; None when it is off or leaves the tensor alone (float64)."""
+    kind = tensor.device.type
+    if tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import opaque, reference
-from .checks import describe, epsilon, fail, one_of, readable
+from .checks import autocast_dtype, describe, epsilon, fail, one_of, readable
 from .kernels import Choice, Request, choose
 from .placements import GATES, STATES, resolve
-from .reference import CellWeights, LSTMState, Masks, Moments, Recurrence, SequenceResult
-
-EPS_MODES = ("var", "std")
+from .reference import EPS_MODES, CellWeights, LSTMState, Masks, Moments, Recurrence, SequenceResult
 
 
 def layer_norm(
@@ -38,8 +36,17 @@ def layer_norm(
     _check_layer_norm(input, shape, weight, bias, eps, eps_mode)
     choice = choose(Request("layer_norm", input.device, input.dtype, eps, eps_mode), backend)
     if choice.backend == "torch":
-        return F.layer_norm(input, shape, weight, bias, eps)
+        return _torch_layer_norm(input, shape, weight, bias, eps)
     return reference.layer_norm(input, shape, weight, bias, eps, eps_mode)
+
+
+def _torch_layer_norm(
+    input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Torch's kernel; on CUDA it wants one dtype, so a half input meets float32 parameters in float32."""
+    if weight is None or weight.dtype == input.dtype or autocast_dtype(input) is not None:
+        return F.layer_norm(input, shape, weight, bias, eps)
+    return F.layer_norm(input.to(weight.dtype), shape, weight, bias, eps).to(input.dtype)
 
 
 def _check_layer_norm(
@@ -165,20 +172,13 @@ def _request(call: Recurrence, single_step: bool) -> Request:
     )  # fmt: skip
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype autocast asks for on this device, None when it is off."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)
-
-
 def _under_autocast(call: Recurrence) -> Recurrence:
     """Cast input and matrices here: autocast cannot reach inside an opaque operator.
 
     Weight norm is taken before the cast, in the precision of the parameters.
     """
-    dtype = autocast_dtype(call.input.device)
-    if dtype is None or call.input.dtype == torch.float64:
+    dtype = autocast_dtype(call.input)
+    if dtype is None:
         return call
     w = reference.effective_weights(call)
     if call.norm == "weight":
@@ -252,7 +252,7 @@ def _check_states(call: Recurrence) -> None:
 
 def _check_same_kind(call: Recurrence) -> None:
     """One device and, outside autocast, one dtype for input, states and matrices."""
-    mixed_ok = autocast_dtype(call.input.device) is not None
+    mixed_ok = autocast_dtype(call.input) is not None
     for name, tensor in (("weight_ih", call.weights.weight_ih), *zip("hc", call.state)):
         if tensor.device != call.input.device:
             raise fail(
@@ -327,12 +327,14 @@ def explain(target: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _explain_module(layer: nn.Module, *args: Any) -> Choice:
-    describe_request = getattr(layer, "backend_request", None)
-    if describe_request is None:
+    if not type(layer).__module__.startswith(f"{__package__}.") and not hasattr(layer, "backend_request"):
         raise fail(
             "explain takes a layer of lamina",
             type(layer).__name__,
             "Convert the model with lamina.convert, or pass one of its lamina layers.",
         )
-    request: Request = describe_request(*args)
+    describe_request = getattr(layer, "backend_request", None)
+    request: Request | None = None if describe_request is None else describe_request(*args)
+    if request is None:
+        return Choice("torch", "plain torch operations, nothing to choose between")
     return choose(request, str(layer.backend))

@@ -14,8 +14,7 @@ from .baselines import weight_norm_gain
 from .checks import epsilon, fail, finite, one_of, probability
 from .kernels import BACKENDS
 from .placements import GATES, Placement, resolve
-
-EPS_MODES = ("var", "std")
+from .reference import EPS_MODES
 
 
 class CellOptions(TypedDict, total=False):

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from . import functional
 from .baselines import StepStatistics
-from .checks import describe, fail, one_of, positive_int, probability
+from .checks import describe, fail, one_of, positive_int, probability, readable
 from .kernels import Request
 from .options import CellOptions, Options, initialise, parameter_shapes
 from .placements import STATES
@@ -45,8 +45,8 @@ class RecurrentModule(nn.Module):
         self.proj_size = proj_size
         self.bias = bias
         self.options = Options.parse(type(self).__name__, given)
-        self.where = self.options.check(self.cell, bias)
-        self.factory = {"device": device, "dtype": dtype}
+        self._where = self.options.check(self.cell, bias)
+        self._factory = {"device": device, "dtype": dtype}
 
     @property
     def norm(self) -> str | None:
@@ -55,7 +55,7 @@ class RecurrentModule(nn.Module):
     @property
     def placement(self) -> str | None:
         """The placement's name, None where there is nothing to place."""
-        return self.where.name if self.where.sites() else None
+        return self._where.name if self._where.sites() else None
 
     @property
     def eps(self) -> float:
@@ -79,15 +79,15 @@ class RecurrentModule(nn.Module):
 
     def _add_cell(self, suffix: str, input_size: int) -> None:
         shapes = parameter_shapes(
-            self.cell, input_size, self.hidden_size, self.proj_size, self.bias, self.norm, self.where
+            self.cell, input_size, self.hidden_size, self.proj_size, self.bias, self.norm, self._where
         )
         if self.options.learn_initial_state:
             shapes |= {f"initial_{s}": (width,) for s, width in zip("hc", self.state_sizes)}
         for name, shape in shapes.items():
-            self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **self.factory)))
+            self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **self._factory)))
         if self.norm == "batch":
-            widths = {site: shapes[f"gain_{site}"][0] for site in self.where.sites()}
-            statistics = StepStatistics(widths, self.options.momentum, **self.factory)
+            widths = {site: shapes[f"gain_{site}"][0] for site in self._where.sites()}
+            statistics = StepStatistics(widths, self.options.momentum, **self._factory)
             self.add_module(f"statistics{suffix}", statistics)
 
     def _suffixes(self) -> list[str]:
@@ -157,7 +157,7 @@ class RecurrentModule(nn.Module):
 
     def _recurrence(self, suffix: str, x: Tensor, state: State, **more: Any) -> Recurrence:
         return Recurrence(
-            self.cell, x, state, self._weights(suffix), self.norm, self.where, self.eps, self.eps_mode,
+            self.cell, x, state, self._weights(suffix), self.norm, self._where, self.eps, self.eps_mode,
             self.nonlinearity, population=self._population(suffix), **more,
         )  # fmt: skip
 
@@ -166,7 +166,7 @@ class RecurrentModule(nn.Module):
         weight = self.get_parameter("weight_ih" + self._suffixes()[0])
         like = next((a.data if isinstance(a, PackedSequence) else a for a in args), weight)
         single = not isinstance(self, RecurrentLayer)
-        name = self.where.name
+        name = self._where.name
         return Request(
             "recurrence", like.device, like.dtype, self.eps, self.eps_mode, self.cell, self.norm, name, single
         )
@@ -388,10 +388,12 @@ class RecurrentLayer(RecurrentModule):
 
     def _check_packed(self, packed: PackedSequence, lengths: Any) -> None:
         self._check_input(packed.data)
-        rows, total = packed.data.shape[0], int(packed.batch_sizes.sum())
         if lengths is not None:
             raise fail("a PackedSequence has its own lengths", "lengths= beside it", "Drop lengths=.")
-        if packed.data.dim() != 2 or rows != total:
+        if not readable(packed.batch_sizes):
+            return
+        total = int(packed.batch_sizes.sum())
+        if packed.data.dim() != 2 or packed.data.shape[0] != total:
             raise fail(
                 "the batch_sizes of a PackedSequence must sum to the rows of its data",
                 f"a sum of {total} and data {describe(packed.data)}",

@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 from .placements import Placement, resolve
 
+EPS_MODES = ("var", "std")
+
 Masks = tuple[Tensor | float | None, ...]
 LSTMState = tuple[Tensor, Tensor]
 

@@ -1,0 +1,532 @@
+"""The rivals' normalising steps: batch norm with its population statistics, and weight norm's start value.
+
+Batch norm here differs from ``torch.nn`` where the paper's comparison needs it: the variance inside the
+normalisation may be the unbiased one (batches of 4), population statistics may come from one exact pass over the
+data, and a recurrence keeps statistics of its own for every time step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import reference
+from .checks import autocast_dtype, describe, epsilon, fail, finite, one_of, positive_int, probability, readable
+from .reference import EPS_MODES, Moments, statistics_dtype
+
+POPULATIONS = ("running", "exact")
+
+Keeper = TypeVar("Keeper", bound="StatisticsModule")
+
+
+def weight_norm_gain(weight: Tensor) -> Tensor:
+    """||w_i|| for each row of ``weight`` [units, ...]: the gain with which weight norm changes nothing at the start."""
+    rows = weight.detach().flatten(1)
+    norms: Tensor = torch.linalg.vector_norm(rows.to(statistics_dtype(rows.dtype)), dim=1)
+    return norms.to(weight.dtype)
+
+
+def check_kind(layer: str, input: object, parameter: Tensor | None, *, half_input: bool) -> Tensor:
+    """``input`` if it is a floating-point tensor that fits the layer's parameters in device and dtype.
+
+    ``half_input`` lets a half-precision input meet float32 parameters, as torch's norms do.
+    """
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{layer} needs a tensor, got {describe(input)}. Convert it with torch.as_tensor.")
+    if not input.is_floating_point():
+        raise fail(f"{layer} needs a floating-point input", describe(input), "Cast it with .float().")
+    if parameter is None:
+        return input
+    if input.device != parameter.device:
+        raise fail(
+            f"{layer} needs its input on the device of its parameters, {parameter.device}",
+            describe(input),
+            "Move the layer or the input with .to(device).",
+        )
+    mixed = half_input and parameter.dtype == torch.float32 == statistics_dtype(input.dtype)
+    if input.dtype != parameter.dtype and not mixed and autocast_dtype(input) is None:
+        raise fail(
+            f"{layer} needs an input of the dtype of its parameters, {parameter.dtype}",
+            describe(input),
+            "Cast one of them with .to(dtype), or use torch.autocast.",
+        )
+    return input
+
+
+class Pool:
+    """Mean and variance of everything merged so far, one row for each time step (one row in all without time).
+
+    Two sets a, b with n = n_a + n_b and d = mean_b - mean_a merge exactly (Chan, Golub, LeVeque 1979):
+    mean = mean_a + d n_b/n and M2 = M2_a + M2_b + d^2 n_a n_b/n, M2 being the sum of squared deviations.
+    Averaging the batches' variances instead would lose the spread of their means.
+    """
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.count = torch.zeros(0, 1, dtype=torch.float64, device=device)  # [T, 1]
+        self.mean = torch.zeros(0, width, dtype=torch.float64, device=device)  # [T, F]
+        self.squares = torch.zeros_like(self.mean)  # [T, F]
+        self.batches = torch.zeros(0, dtype=torch.int64, device=device)  # [T]
+
+    def merge(self, moments: Moments, counts: Tensor, first: int = 0) -> None:
+        """Take in moments [T, F] of ``counts`` [T] cases each, for the rows from ``first`` on."""
+        last = first + moments.mean.shape[0]
+        for name in ("count", "mean", "squares", "batches"):
+            setattr(self, name, padded(getattr(self, name), last, 0))
+        new = counts.to(torch.float64).reshape(-1, 1)
+        seen = new > 0
+        mean, var = (torch.where(seen, m.to(torch.float64), 0.0) for m in moments)  # of 0 cases they may be NaN
+        share = new / (self.count[first:last] + new).clamp(min=1)
+        apart = mean - self.mean[first:last]
+        self.squares[first:last] += var * new + apart.square() * self.count[first:last] * share
+        self.mean[first:last] += apart * share
+        self.count[first:last] += new
+        self.batches[first:last] += seen.squeeze(1)
+
+    def moments(self) -> Moments:
+        """The pooled mean and variance (divided by n: the pass is the population); (0, 1) where nothing was seen."""
+        var = torch.where(self.count > 0, self.squares / self.count.clamp(min=1), 1.0)
+        return Moments(self.mean, var)
+
+
+def padded(rows: Tensor, length: int, fill: float) -> Tensor:
+    """``rows`` with at least ``length`` rows, the new ones filled with ``fill``."""
+    missing = length - rows.shape[0]
+    if missing <= 0:
+        return rows
+    return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), fill)])
+
+
+class StatisticsModule(nn.Module):
+    """A module whose buffers are population statistics that ``population_statistics`` can set."""
+
+    _pools: dict[str, Pool] | None = None
+
+    @property
+    def collecting(self) -> bool:
+        """True during a pass of ``population_statistics``: normalise by the minibatch, whatever the mode."""
+        return self._pools is not None
+
+    def _collect(self, on: bool) -> None:
+        self._pools = {} if on else None
+
+    def _pool(self, name: str, width: int, device: torch.device) -> Pool:
+        if self._pools is None:
+            raise RuntimeError("the module is not collecting; run it inside population_statistics.")
+        return self._pools.setdefault(name, Pool(width, device))
+
+    def _adopt(self) -> bool:
+        """Make the pooled statistics the stored ones; False when the pass never reached this module."""
+        raise NotImplementedError
+
+    def _apply(self: Keeper, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Keeper:
+        """``.half()`` and ``.bfloat16()`` leave statistics in float32: a moving average stalls in fewer bits."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = old.to(new.device, statistics_dtype(old.dtype))
+        return self
+
+
+class BatchNorm(StatisticsModule):
+    """Batch norm (Eq. 2) of inputs [N, C] or [N, C, *]: gain (a - mu)/sigma + bias for each of the C features.
+
+    In training mu and sigma are the minibatch's over all axes but the second; in evaluation the population's. The
+    arguments up to ``dtype``, the parameters ``weight``, ``bias`` and the buffers ``running_mean``,
+    ``running_var``, ``num_batches_tracked`` are those of ``torch.nn.BatchNorm1d/2d/3d``, whose state_dicts load.
+
+    num_features: C. eps, eps_mode: sqrt(var + eps) for "var", sqrt(var) + eps for "std"; eps may be 0.
+    momentum: share of the newest batch in the running statistics; None averages over all batches.
+    affine: learn gains (``weight``, from ``gain_init``) and biases (from 0).
+    track_running_stats: False normalises by the minibatch in evaluation too.
+    unbiased: divide by n-1 inside the normalisation itself, as the paper does for batches of 4.
+    population: "running", torch's moving average, or "exact": training leaves the statistics alone and one pass
+        with ``population_statistics`` sets them before evaluation.
+
+    Unlike torch, one value for each feature is allowed in training: its variance is 0, the output the bias, and
+    ``running_var``, about which one value says nothing, stays.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        unbiased: bool = False,
+        population: str = "running",
+        eps_mode: str = "var",
+        gain_init: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.num_features = positive_int("num_features", num_features)
+        self.eps = epsilon(eps)
+        self.momentum = None if momentum is None else probability("momentum", momentum)
+        self.affine, self.track_running_stats, self.unbiased = affine, track_running_stats, unbiased
+        one_of("population", population, POPULATIONS)
+        one_of("eps_mode", eps_mode, EPS_MODES)
+        self.population, self.eps_mode = population, eps_mode
+        self.gain_init = finite("gain_init", gain_init)
+        if population == "exact" and not track_running_stats:
+            raise fail(
+                "population='exact' keeps statistics and needs track_running_stats=True",
+                "track_running_stats=False",
+                "Drop one of the two.",
+            )
+        self._register(device, dtype)
+        self.reset_parameters()
+
+    def _register(self, device: Any, dtype: torch.dtype | None) -> None:
+        size, kept = self.num_features, statistics_dtype(dtype or torch.get_default_dtype())
+        for name in ("weight", "bias"):
+            parameter = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if self.affine else None
+            self.register_parameter(name, parameter)
+        for name in ("running_mean", "running_var"):
+            buffer = torch.empty(size, device=device, dtype=kept) if self.track_running_stats else None
+            self.register_buffer(name, buffer)
+        count = torch.zeros((), dtype=torch.int64, device=device) if self.track_running_stats else None
+        self.register_buffer("num_batches_tracked", count)
+
+    def reset_running_stats(self) -> None:
+        """Forget the population statistics: mean 0, variance 1, no batches seen."""
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            self.running_mean.zero_()
+            self.running_var.fill_(1)
+            self.num_batches_tracked.zero_()
+
+    def reset_parameters(self) -> None:
+        """Gains to ``gain_init``, biases to 0, statistics forgotten."""
+        self.reset_running_stats()
+        if self.weight is not None and self.bias is not None:
+            nn.init.constant_(self.weight, self.gain_init)
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[N, C] or [N, C, *] to the same shape and dtype."""
+        return self.normalise(input, self.weight, self.bias)
+
+    def normalise(self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Forward with gains and biases [C] of the caller's; layers that own theirs come in here."""
+        self._check_input(input)
+        own = self.training or self.collecting or not self.track_running_stats
+        if own:
+            self._remember(input)
+        mean, var = (None, None) if own else self._population()
+        if self._is_torch_form(input, own):
+            kept = statistics_dtype(input.dtype)
+            gain, shift = (None if p is None else p.to(kept) for p in (weight, bias))
+            return F.batch_norm(input, mean, var, gain, shift, own, 0.0, self.eps)
+        return reference.batch_norm(input, mean, var, weight, bias, own, 0.0, self.eps, self.unbiased, self.eps_mode)
+
+    def _is_torch_form(self, input: Tensor, own: bool) -> bool:
+        """Whether torch's fused kernel computes what was asked; it has no answer for a single value."""
+        if self.eps_mode != "var" or self.eps == 0:
+            return False
+        return not own or (not self.unbiased and self._values_per_feature(input) != 1)
+
+    def _values_per_feature(self, input: Tensor) -> int:
+        return input.numel() // self.num_features
+
+    def _population(self) -> tuple[Tensor | None, Tensor | None]:
+        count = self.num_batches_tracked
+        if self.population == "exact" and count is not None and readable(count) and not count:
+            raise fail(
+                "BatchNorm with population='exact' has no statistics to evaluate with before a pass over the data",
+                "num_batches_tracked=0",
+                "Call lamina.baselines.population_statistics(model, batches) first, or use population='running'.",
+            )
+        return self.running_mean, self.running_var
+
+    @torch.no_grad()
+    def _remember(self, input: Tensor) -> None:
+        values, dims = self._values_per_feature(input), tuple(d for d in range(input.dim()) if d != 1)
+        if self.collecting:
+            mean, var = reference.batch_moments(input.detach().to(torch.float64), dims, False)
+            counts = torch.tensor([values], device=input.device)
+            pool = self._pool("input", self.num_features, input.device)
+            pool.merge(Moments(mean.unsqueeze(0), var.unsqueeze(0)), counts)
+        elif self.training and self.population == "running":
+            self._follow(input.detach(), dims, values)
+
+    def _follow(self, input: Tensor, dims: tuple[int, ...], values: int) -> None:
+        """The moving average; like torch's it estimates the variance with n-1."""
+        mean, var, tracked = self.running_mean, self.running_var, self.num_batches_tracked
+        if mean is None or var is None or tracked is None:
+            return
+        _check_may_change(tracked)
+        tracked.add_(1)
+        if values == 0:
+            return
+        factor = 1 / tracked.to(mean.dtype) if self.momentum is None else self.momentum
+        z = input.to(statistics_dtype(input.dtype))
+        new_var, new_mean = torch.var_mean(z, dims, correction=min(1, values - 1))
+        mean.add_((new_mean.to(mean.dtype) - mean) * factor)
+        if values > 1:
+            var.add_((new_var.to(var.dtype) - var) * factor)
+
+    def _adopt(self) -> bool:
+        pool = (self._pools or {}).get("input")
+        if pool is None or not pool.batches[0]:
+            return False
+        found = pool.moments()
+        for buffer, value in zip(
+            (self.running_mean, self.running_var, self.num_batches_tracked),
+            (found.mean[0], found.var[0], pool.batches[0]),
+        ):
+            if buffer is not None:
+                buffer.copy_(value)
+        return True
+
+    def _check_input(self, input: object) -> None:
+        name = f"BatchNorm({self.num_features})"
+        like = self.running_mean if self.weight is None else self.weight
+        x = check_kind(name, input, like, half_input=True)
+        if x.dim() < 2 or x.shape[1] != self.num_features:
+            raise fail(
+                f"{name} needs an input [N, {self.num_features}] or [N, {self.num_features}, *]",
+                describe(x),
+                "Put the features on the second axis.",
+            )
+
+    def extra_repr(self) -> str:
+        shown = (
+            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
+            f"track_running_stats={self.track_running_stats}"
+        )
+        others = {"unbiased": False, "population": "running", "eps_mode": "var"}
+        return shown + "".join(f", {k}={getattr(self, k)!r}" for k, v in others.items() if getattr(self, k) != v)
+
+
+def _check_may_change(buffer: Tensor) -> None:
+    """A torch.func transform may change what it was handed (stacked buffers of an ensemble), nothing else."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    if not torch._C._functorch.is_functorch_wrapped_tensor(buffer):
+        raise fail(
+            "batch norm in training changes its running statistics, which torch.func transforms forbid",
+            "a BatchNorm with population='running' inside a transform",
+            "Use population='exact' or track_running_stats=False, or call .eval(); under vmap, stack the buffers too.",
+        )
+
+
+class StepStatistics(StatisticsModule):
+    """Population statistics of a batch-normalised recurrence: one mean and variance for each site and time step.
+
+    Buffers ``mean_{site}`` and ``var_{site}`` [steps, width], at least float32, and ``batches`` [steps], the
+    number of batches that reached each step. They begin with one step (mean 0, variance 1) and grow with the
+    longest sequence seen; a state_dict with another number of steps loads.
+
+    widths: the number of features of each site. momentum: share of the newest batch; None averages over all.
+    """
+
+    batches: Tensor
+
+    def __init__(
+        self,
+        widths: Mapping[str, int],
+        momentum: float | None = 0.1,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not widths or not all(isinstance(site, str) and site.isidentifier() for site in widths):
+            raise fail("widths must name at least one site", repr(dict(widths)), "Pass for example {'ih': 32}.")
+        self.widths = {site: positive_int(f"widths[{site!r}]", width) for site, width in widths.items()}
+        self.momentum = None if momentum is None else probability("momentum", momentum)
+        kept = statistics_dtype(dtype or torch.get_default_dtype())
+        for site, width in self.widths.items():
+            for kind in ("mean", "var"):
+                self.register_buffer(f"{kind}_{site}", torch.empty(1, width, device=device, dtype=kept))
+        self.register_buffer("batches", torch.empty(1, dtype=torch.int64, device=device))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: one step with mean 0, variance 1, no batches."""
+        for name in self._fills():
+            setattr(self, name, getattr(self, name)[:1].clone())
+        for name, fill in self._fills().items():
+            getattr(self, name).fill_(fill)
+
+    reset_parameters = reset
+
+    def population(self) -> dict[str, Moments]:
+        """The moments [steps, width] to evaluate with; a step no case has reached repeats the last one reached."""
+        steps = torch.arange(self.batches.shape[0], device=self.batches.device)
+        reached = torch.where(self.batches > 0, steps, 0).cummax(0).values
+        return {site: Moments(*(m[reached] for m in self._buffers_of(site))) for site in self.widths}
+
+    @torch.no_grad()
+    def observe(self, moments: Mapping[str, Moments], counts: Tensor | int | None = None, first_step: int = 0) -> None:
+        """Take in one batch's moments [T, width] of every site, for the steps from ``first_step`` on.
+
+        counts: the number of cases behind each step, [T] or one number for all; steps with 0 are left alone. None:
+        all steps are full, which is enough for the moving average but not for ``population_statistics``.
+        """
+        steps = self._check_moments(moments)
+        if first_step < 0:
+            raise fail("first_step counts from 0", f"first_step={first_step}", "Pass the number of the first step.")
+        seen = self._counts(counts, steps)
+        if self.collecting:
+            self._merge(moments, counts, seen, first_step)
+            return
+        last = first_step + steps
+        self._grow(last)
+        factor = self._factor(self.batches[first_step:last]).unsqueeze(1)
+        for site, new in moments.items():
+            for stored, value in zip(self._buffers_of(site), new):
+                rows = stored[first_step:last]
+                moved = rows.lerp(value.to(rows), factor.to(rows.dtype))
+                rows.copy_(torch.where(seen.unsqueeze(1) > 0, moved, rows))
+        self.batches[first_step:last] += seen > 0
+
+    def _factor(self, batches: Tensor) -> Tensor:
+        """The newest batch's share: a plain average until that falls below the momentum.
+
+        Torch's moving average starts from mean 0 and variance 1 and forgets them over tens of batches; a late step,
+        which few sequences reach, would be evaluated with that start for ever.
+        """
+        average = 1 / (batches + 1).to(torch.float64)
+        return average if self.momentum is None else average.clamp(min=self.momentum)
+
+    def _counts(self, counts: Tensor | int | None, steps: int) -> Tensor:
+        """The number of cases behind each step, [T]; 1 where it was not said."""
+        if not isinstance(counts, Tensor):
+            return self.batches.new_full((steps,), 1 if counts is None else counts)
+        if tuple(counts.shape) != (steps,):
+            raise fail(f"counts must have shape [{steps}], one number for each step", describe(counts), "Match T.")
+        return counts.to(self.batches.device)
+
+    def _merge(
+        self, moments: Mapping[str, Moments], counts: Tensor | int | None, seen: Tensor, first_step: int
+    ) -> None:
+        if counts is None:
+            raise fail(
+                "pooling over batches needs the number of cases behind each step",
+                "counts=None",
+                "Pass counts= to observe: a tensor [T], or the batch size.",
+            )
+        for site, new in moments.items():
+            self._pool(site, self.widths[site], new.mean.device).merge(new, seen, first_step)
+
+    def _check_moments(self, moments: Mapping[str, Moments]) -> int:
+        """The number of steps, if every site has moments [T, width]."""
+        if set(moments) != set(self.widths):
+            raise fail(f"moments must cover the sites {sorted(self.widths)}", sorted(moments), "Pass each site once.")
+        steps = next(iter(moments.values())).mean.shape[0]
+        for site, width in self.widths.items():
+            for value in moments[site]:
+                if tuple(value.shape) != (steps, width):
+                    rule = f"moments of site {site!r} must have shape [{steps}, {width}]"
+                    raise fail(rule, describe(value), "Pass one row for each step and one column for each unit.")
+        return steps
+
+    def _buffers_of(self, site: str) -> tuple[Tensor, Tensor]:
+        mean: Tensor = getattr(self, f"mean_{site}")
+        var: Tensor = getattr(self, f"var_{site}")
+        return mean, var
+
+    def _fills(self) -> dict[str, float]:
+        """Every buffer's name and start value."""
+        kinds = {"mean": 0.0, "var": 1.0}
+        fills = {f"{kind}_{site}": fill for site in self.widths for kind, fill in kinds.items()}
+        return {**fills, "batches": 0}
+
+    def _grow(self, steps: int) -> None:
+        for name, fill in self._fills().items():
+            setattr(self, name, padded(getattr(self, name), steps, fill))
+
+    def _adopt(self) -> bool:
+        pools = self._pools or {}
+        if not pools or not any(pool.batches.any() for pool in pools.values()):
+            return False
+        for site, pool in pools.items():
+            for name, value in zip((f"mean_{site}", f"var_{site}"), pool.moments()):
+                setattr(self, name, value.to(getattr(self, name)))
+            self.batches = pool.batches.to(self.batches)
+        return True
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Take on the checkpoint's number of steps first; torch then copies, or reports what does not fit."""
+        saved = state_dict.get(prefix + "batches")
+        if isinstance(saved, Tensor) and saved.dim() == 1 and saved.shape[0] > 0:
+            self._grow(saved.shape[0])
+            for name in self._fills():
+                setattr(self, name, getattr(self, name)[: saved.shape[0]].clone())
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def extra_repr(self) -> str:
+        sites = ", ".join(f"{site}={width}" for site, width in self.widths.items())
+        return f"{sites}, momentum={self.momentum}"
+
+
+def population_statistics(
+    model: nn.Module,
+    batches: Iterable[Any],
+    forward: Callable[[Any, Any], object] | None = None,
+) -> int:
+    """Set the population statistics of every ``BatchNorm`` and ``StepStatistics`` in ``model`` by one exact pass.
+
+    mu and sigma^2 are those of all cases of the pass together (merged by count in float64), not an average over
+    batches. During the pass the model is in evaluation mode, so that nothing is drawn at random, and each batch
+    norm normalises by the minibatch: layers above one see inputs normalised by the minibatch's statistics, not yet
+    by the population's. Large batches make that difference small.
+
+    batches: what the model is run on; of a tuple or list the first entry, as a data loader gives (input, target).
+    forward: ``forward(model, batch)`` runs the model instead.
+
+    Gives the number of modules that received statistics. If the pass fails or is empty, statistics stay as they
+    were; modes are restored either way.
+    """
+    keepers = [m for m in model.modules() if isinstance(m, StatisticsModule)]
+    with _collecting(model, keepers), torch.no_grad(), _uncompiled():
+        if not _run_over(model, batches, forward):
+            raise fail("population_statistics needs at least one batch", "an empty iterable", "Pass the training data.")
+        return sum(keeper._adopt() for keeper in keepers)
+
+
+def _run_over(model: nn.Module, batches: Iterable[Any], forward: Callable[[Any, Any], object] | None) -> int:
+    number = 0
+    for number, batch in enumerate(batches, 1):  # noqa: B007
+        if forward is not None:
+            forward(model, batch)
+        else:
+            model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+    return number
+
+
+@contextmanager
+def _collecting(model: nn.Module, keepers: list[StatisticsModule]) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        for keeper in keepers:
+            keeper._collect(True)
+        yield
+    finally:
+        for keeper in keepers:
+            keeper._collect(False)
+        for module, mode in modes:
+            module.training = mode
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Compiled models run eagerly here: pools grow while they are filled. Importing the compiler costs seconds."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

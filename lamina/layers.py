@@ -1,0 +1,475 @@
+"""Feed-forward layers: layer norm, its noisy form, and linear and convolutional layers with a norm built in.
+
+Each class takes its torch.nn namesake's arguments, names its parameters alike and is a subclass of it, so rules
+written for ``nn.Linear`` (initialisers, parameter groups) go on working. Options that torch lacks are keyword-only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import functional, reference
+from .baselines import BatchNorm, check_kind, weight_norm_gain
+from .checks import describe, epsilon, fail, finite, one_of, positive_int
+from .kernels import BACKENDS, Request
+from .placements import NORMS
+from .reference import EPS_MODES, statistics_dtype
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def _identity(z: Tensor) -> Tensor:
+    return z
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "identity": _identity,
+}
+
+# 1 + xi_sigma, a normal draw, comes near 0 when few samples are modelled: E[1/|1 + xi|] does not exist, and at
+# N <= 16 (its deviation is then 0.35 or more) single draws would dominate a whole batch. The floor lets noise
+# scale a unit by at most sqrt(10); at N = 64 it lies five deviations away and changes nothing.
+SPREAD_FLOOR = 0.1
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer norm (Eq. 3): gain (a - mu)/sigma + bias, mu and sigma over the last axes of each case.
+
+    Arguments, parameters and state_dict of ``torch.nn.LayerNorm``, and besides:
+
+    eps, eps_mode: sqrt(var + eps) for "var" (torch's), sqrt(var) + eps for "std"; eps may be 0.
+    backend: "auto" or a name; ``lamina.explain(layer)`` tells which one runs.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        eps_mode: str = "var",
+        backend: str = "auto",
+    ) -> None:
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if not shape:
+            raise fail("normalized_shape must name at least one axis", repr(normalized_shape), "Pass the last axes.")
+        for size in shape:
+            positive_int("normalized_shape", size)
+        one_of("eps_mode", eps_mode, EPS_MODES)
+        one_of("backend", backend, BACKENDS["layer_norm"])
+        super().__init__(list(shape), epsilon(eps), elementwise_affine, bias, device, dtype)
+        self.eps_mode = eps_mode
+        self.backend = backend
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[*, *normalized_shape] to the same shape."""
+        check_kind(f"LayerNorm({list(self.normalized_shape)})", input, self.weight, half_input=True)
+        return functional.layer_norm(
+            input, self.normalized_shape, self.weight, self.bias, self.eps, self.eps_mode, backend=self.backend
+        )
+
+    def backend_request(self, input: Tensor | None = None) -> Request:
+        """What the choice of a backend depends on, for ``lamina.explain``."""
+        return _layer_norm_request(self.weight if input is None else input, self.eps, self.eps_mode)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _shown(self, {"eps_mode": "var", "backend": "auto"})
+
+
+class NoisyLayerNorm(LayerNorm):
+    """Layer norm with the noise batch norm's sampled statistics would add, a regulariser; training only.
+
+    out = gain (ahat + xi_mu)/sqrt|1 + xi_sigma| + bias, ahat the normalised input: xi_mu and xi_sigma stand for the
+    errors of a mean and a variance estimated from ``num_samples`` = N cases, Var xi_mu = 1/N. In evaluation, and for
+    N = inf, this is ``LayerNorm``.
+
+    num_samples: N, a number of cases or math.inf.
+    variance: "corrected", Var xi_sigma = 2/N, the relative variance of a Gaussian sample's variance; or "printed",
+        1/N, as the paper has it.
+    noise: "normal", with |1 + xi_sigma| kept above ``SPREAD_FLOOR``; or "chi2", 1 + xi_sigma ~ chi^2_{N-1}/(N-1),
+        the sample variance's own distribution (the output's variance is finite for N >= 4).
+    noise_shape: "case" draws for every case and unit, "unit" once for every unit, shared by all cases as in batch norm.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        num_samples: float,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        eps_mode: str = "var",
+        backend: str = "auto",
+        variance: str = "corrected",
+        noise: str = "normal",
+        noise_shape: str = "case",
+    ) -> None:
+        super().__init__(
+            normalized_shape, eps, elementwise_affine, bias, device, dtype, eps_mode=eps_mode, backend=backend
+        )
+        one_of("variance", variance, ("corrected", "printed"))
+        one_of("noise", noise, ("normal", "chi2"))
+        one_of("noise_shape", noise_shape, ("case", "unit"))
+        self.variance, self.noise, self.noise_shape = variance, noise, noise_shape
+        self.num_samples = self._checked_samples(num_samples)
+
+    def _checked_samples(self, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 1:
+            raise fail("num_samples must be a number of at least 1", repr(value), "Pass the batch size to imitate.")
+        if self.noise == "chi2" and self.variance == "printed":
+            raise fail(
+                "noise='chi2' has the variance of a sample variance, so it goes with variance='corrected'",
+                "variance='printed'",
+                "Use noise='normal' for the paper's 1/N.",
+            )
+        if self.noise == "chi2" and value < 2:
+            raise fail("noise='chi2' needs num_samples >= 2", f"num_samples={value}", "One case has no variance.")
+        return value
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[*, *normalized_shape] to the same shape."""
+        if not self.training or math.isinf(self.num_samples):
+            return super().forward(input)
+        check_kind(f"NoisyLayerNorm({list(self.normalized_shape)})", input, self.weight, half_input=True)
+        z = functional.layer_norm(
+            input.to(statistics_dtype(input.dtype)),
+            self.normalized_shape,
+            eps=self.eps,
+            eps_mode=self.eps_mode,
+            backend=self.backend,
+        )
+        like = z if self.noise_shape == "case" else z.new_empty(self.normalized_shape)
+        shift = _normal(like) / math.sqrt(self.num_samples)
+        return reference.affine((z + shift) * self._spread(like).rsqrt(), self.weight, self.bias).to(input.dtype)
+
+    def _spread(self, like: Tensor) -> Tensor:
+        """|1 + xi_sigma|, the sampled variance in units of the true one."""
+        if self.noise == "chi2":
+            half = (self.num_samples - 1) / 2  # chi^2_k / k = Gamma(k/2, 1) / (k/2)
+            return torch._standard_gamma(torch.full_like(like, half)) / half
+        deviation = math.sqrt((2 if self.variance == "corrected" else 1) / self.num_samples)
+        return (1 + deviation * _normal(like)).abs().clamp(min=SPREAD_FLOOR)
+
+    def extra_repr(self) -> str:
+        usual = {"variance": "corrected", "noise": "normal", "noise_shape": "case"}
+        return f"{super().extra_repr()}, num_samples={self.num_samples}" + _shown(self, usual)
+
+
+class NormalisedLayer(nn.Module):
+    """What ``Linear`` and ``Conv2d`` share: f(g/sigma (a - mu) + b) around the product a = W x that they take.
+
+    norm: "layer", mu and sigma over all units of one case; "batch", over the cases for each unit; "weight",
+        mu = 0 and sigma_i = ||w_i||; None, no norm and no gain: the torch.nn layer.
+    activation: f, None, a name of ``ACTIVATIONS`` or a callable.
+    eps, eps_mode: sqrt(var + eps) for "var", sqrt(var) + eps for "std"; eps may be 0.
+    gain_init: start value of ``gain``; None is 1, and under weight norm the row norms of ``weight``, with which the
+        norm changes nothing at first (after a change of ``weight`` set it by ``baselines.weight_norm_gain``).
+    momentum, unbiased, population: batch norm's, see ``BatchNorm``.
+    backend: layer norm's, "auto" or a name.
+
+    Weights start as torch draws them, whatever the norm: one seed gives every variant the same. Biases start at 0
+    under a norm, as torch draws them without.
+    """
+
+    weight: Tensor
+    bias: Any  # torch types it differently in its two layers
+    gain: nn.Parameter | None
+    statistics: BatchNorm | None
+    # torch's constructor draws its parameters through reset_parameters before a norm is installed.
+    norm: str | None = None
+
+    def _install(
+        self,
+        unit_shape: tuple[int, ...],
+        *,
+        norm: str | None,
+        activation: str | Activation | None,
+        eps: float,
+        eps_mode: str,
+        gain_init: float | None,
+        momentum: float | None,
+        unbiased: bool,
+        population: str,
+        backend: str,
+    ) -> None:
+        """Check the options and add gains, biases and statistics to a freshly made torch layer."""
+        one_of("norm", norm, NORMS)
+        one_of("eps_mode", eps_mode, EPS_MODES)
+        one_of("backend", backend, BACKENDS["layer_norm"])
+        self.norm, self.eps, self.eps_mode, self.backend = norm, epsilon(eps), eps_mode, backend
+        self.gain_init = None if gain_init is None else finite("gain_init", gain_init)
+        _check_activation(activation)
+        self.activation = activation
+        self.register_parameter("gain", None if norm is None else self._unit_parameter(unit_shape))
+        if norm is not None and self.bias is not None:
+            self.bias = self._unit_parameter(unit_shape)
+        self.statistics = None
+        if norm == "batch":
+            self.statistics = BatchNorm(
+                self.weight.shape[0], eps, momentum, False, True, self.weight.device, self.weight.dtype,
+                unbiased=unbiased, population=population, eps_mode=eps_mode,
+            )  # fmt: skip
+        self._reset_norm()
+
+    def _unit_parameter(self, shape: tuple[int, ...]) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, device=self.weight.device, dtype=self.weight.dtype))
+
+    def reset_parameters(self) -> None:
+        """Draw the weights afresh, as torch does; start values for the rest."""
+        super().reset_parameters()  # type: ignore[misc]
+        if self.norm is not None:
+            self._reset_norm()
+
+    def _reset_norm(self) -> None:
+        if self.gain is None:
+            return
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        if self.norm == "weight" and self.gain_init is None:
+            with torch.no_grad():
+                self.gain.copy_(weight_norm_gain(self.weight))
+        else:
+            nn.init.constant_(self.gain, 1.0 if self.gain_init is None else self.gain_init)
+        if self.statistics is not None:
+            self.statistics.reset_parameters()
+
+    def _operands(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias of the product; under layer and batch norm the bias waits for the norm."""
+        if self.norm == "weight" and self.gain is not None:
+            return reference.weight_norm(self.weight, self.gain), self.bias
+        return self.weight, self.bias if self.norm is None else None
+
+    def _normalise(self, summed: Tensor) -> Tensor:
+        """g/sigma (a - mu) + b of summed inputs a [N, units, *positions]; under weight norm or none they are done."""
+        if self.norm == "layer":
+            shape = summed.shape[1:]
+            gain, bias = _per_unit(self.gain, shape), _per_unit(self.bias, shape)
+            return functional.layer_norm(summed, shape, gain, bias, self.eps, self.eps_mode, backend=self.backend)
+        if self.statistics is None:
+            return summed
+        if self.gain is not None and self.gain.dim() == 1:
+            return self.statistics.normalise(summed, self.gain, self.bias)
+        z = self.statistics.normalise(summed.to(statistics_dtype(summed.dtype)))
+        return reference.affine(z, self.gain, self.bias).to(summed.dtype)
+
+    def _activate(self, z: Tensor) -> Tensor:
+        if self.activation is None:
+            return z
+        return ACTIVATIONS[self.activation](z) if isinstance(self.activation, str) else self.activation(z)
+
+    def backend_request(self, input: Tensor | None = None) -> Request | None:
+        """What the choice of a backend depends on, for ``lamina.explain``; None where there is no choice."""
+        if self.norm != "layer":
+            return None
+        return _layer_norm_request(self.weight if input is None else input, self.eps, self.eps_mode)
+
+    def extra_repr(self) -> str:
+        usual = {"activation": None, "eps": 1e-5, "eps_mode": "var", "gain_init": None, "backend": "auto"}
+        return f"{super().extra_repr()}, norm={self.norm!r}" + _shown(self, usual)
+
+
+class Linear(NormalisedLayer, nn.Linear):
+    """f(g/sigma (W x - mu) + b): a linear layer with its norm and non-linearity.
+
+    Input [..., in_features], output [..., out_features]; batch norm takes every leading axis for cases. Arguments up
+    to ``dtype`` and the parameters ``weight``, ``bias`` are those of ``torch.nn.Linear``; ``gain`` [out_features]
+    comes with a norm. With ``norm=None`` this is ``torch.nn.Linear``, whose state_dicts load.
+
+    The options shared with the other layers are described at ``NormalisedLayer``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm: str | None = "layer",
+        activation: str | Activation | None = None,
+        eps: float = 1e-5,
+        eps_mode: str = "var",
+        gain_init: float | None = None,
+        momentum: float | None = 0.1,
+        unbiased: bool = False,
+        population: str = "running",
+        backend: str = "auto",
+    ) -> None:
+        positive_int("in_features", in_features)
+        positive_int("out_features", out_features)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._install(
+            (out_features,), norm=norm, activation=activation, eps=eps, eps_mode=eps_mode, gain_init=gain_init,
+            momentum=momentum, unbiased=unbiased, population=population, backend=backend,
+        )  # fmt: skip
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        name = f"Linear({self.in_features}, {self.out_features})"
+        x = check_kind(name, input, self.weight, half_input=False)
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise fail(f"{name} needs an input [..., {self.in_features}]", describe(x), "Check the last axis.")
+        summed = F.linear(x, *self._operands())
+        cases = summed.reshape(-1, self.out_features)
+        return self._activate(self._normalise(cases).reshape(summed.shape))
+
+
+class Conv2d(NormalisedLayer, nn.Conv2d):
+    """f(g/sigma (W * x - mu) + b): a convolution with its norm and non-linearity.
+
+    Input [N, in_channels, H, W] or [in_channels, H, W]. Layer norm takes mu and sigma over all channels and positions
+    of one case, batch norm over cases and positions for each channel, weight norm ||w|| of each filter. Arguments up
+    to ``dtype`` and the parameters ``weight``, ``bias`` are those of ``torch.nn.Conv2d``; ``gain`` comes with a norm.
+    With ``norm=None`` this is ``torch.nn.Conv2d``, whose state_dicts load.
+
+    gain_shape: "channel", gains and biases [C]; or "neuron", [C, H_out, W_out], each unit its own as in the paper,
+        for layer and batch norm.
+    input_size: (H, W) of the inputs; "neuron" needs it. When given, inputs of another size are refused.
+
+    The options shared with the other layers are described at ``NormalisedLayer``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: str | int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm: str | None = "layer",
+        activation: str | Activation | None = None,
+        gain_shape: str = "channel",
+        input_size: tuple[int, int] | None = None,
+        eps: float = 1e-5,
+        eps_mode: str = "var",
+        gain_init: float | None = None,
+        momentum: float | None = 0.1,
+        unbiased: bool = False,
+        population: str = "running",
+        backend: str = "auto",
+    ) -> None:
+        positive_int("in_channels", in_channels)
+        positive_int("out_channels", out_channels)
+        positive_int("groups", groups)
+        for what, pair in (("kernel_size", kernel_size), ("stride", stride), ("dilation", dilation)):
+            for size in pair if isinstance(pair, (tuple, list)) else (pair,):
+                positive_int(what, size)
+        one_of("padding_mode", padding_mode, ("zeros", "reflect", "replicate", "circular"))
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )  # fmt: skip
+        self.gain_shape = gain_shape
+        self.input_size = _checked_size(input_size)
+        self._install(
+            self._unit_shape(norm), norm=norm, activation=activation, eps=eps, eps_mode=eps_mode, gain_init=gain_init,
+            momentum=momentum, unbiased=unbiased, population=population, backend=backend,
+        )  # fmt: skip
+
+    def _unit_shape(self, norm: str | None) -> tuple[int, ...]:
+        one_of("gain_shape", self.gain_shape, ("channel", "neuron"))
+        if self.gain_shape == "channel":
+            return (self.out_channels,)
+        if norm not in ("layer", "batch") or self.input_size is None:
+            raise fail(
+                "gain_shape='neuron' needs norm='layer' or 'batch' and the size of the inputs",
+                f"norm={norm!r}, input_size={self.input_size}",
+                "Pass input_size=(H, W), or use gain_shape='channel'.",
+            )
+        return self._output_shape(self.input_size)
+
+    def _output_shape(self, size: tuple[int, int]) -> tuple[int, ...]:
+        """[C, H_out, W_out], found by a convolution on the meta device, which computes shapes only."""
+        weight = self.weight.to("meta")
+        probe = torch.empty(1, self.in_channels, *size, device="meta", dtype=weight.dtype)
+        try:
+            return tuple(self._conv_forward(probe, weight, None).shape[1:])
+        except RuntimeError as error:
+            raise fail("input_size must leave the kernel at least one position", size, str(error)) from error
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[N, in_channels, H, W] or [in_channels, H, W] to the convolution's output shape."""
+        x = self._checked(input)
+        summed = self._conv_forward(x if x.dim() == 4 else x.unsqueeze(0), *self._operands())
+        out = self._activate(self._normalise(summed))
+        return out if x.dim() == 4 else out.squeeze(0)
+
+    def _checked(self, input: Tensor) -> Tensor:
+        name = f"Conv2d({self.in_channels}, {self.out_channels})"
+        x = check_kind(name, input, self.weight, half_input=False)
+        if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
+            shapes = f"[N, {self.in_channels}, H, W] or [{self.in_channels}, H, W]"
+            raise fail(f"{name} needs an input {shapes}", describe(x), "Check the channel axis.")
+        if self.input_size is not None and tuple(x.shape[-2:]) != self.input_size:
+            raise fail(
+                f"{name} was made for inputs of size {list(self.input_size)}",
+                describe(x),
+                "Resize the input, or build the layer with that input_size (or with gain_shape='channel' and none).",
+            )
+        return x
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _shown(self, {"gain_shape": "channel", "input_size": None})
+
+
+def _normal(like: Tensor) -> Tensor:
+    """Fresh normal draws. Not randn_like: torch.compile (2.13) merges two of those into one, and xi_mu = xi_sigma."""
+    return torch.randn(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _per_unit(parameter: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """A parameter of each unit, [C] spread over the positions of ``shape`` [C, *positions]."""
+    if parameter is None or parameter.dim() == len(shape):
+        return parameter
+    return parameter.reshape(-1, *[1] * (len(shape) - 1)).expand(shape)
+
+
+def _check_activation(activation: object) -> None:
+    if isinstance(activation, str):
+        one_of("activation", activation, ACTIVATIONS)
+    elif activation is not None and not callable(activation):
+        names = ", ".join(map(repr, ACTIVATIONS))
+        raise TypeError(f"activation must be a name or a callable, got {describe(activation)}. Pass one of {names}.")
+
+
+def _checked_size(size: Any) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    if not isinstance(size, (tuple, list)) or len(size) != 2:
+        raise fail("input_size must be two numbers, (H, W)", repr(size), "Pass for example (28, 28).")
+    return positive_int("input_size", size[0]), positive_int("input_size", size[1])
+
+
+def _layer_norm_request(like: Tensor | None, eps: float, eps_mode: str) -> Request:
+    like = torch.empty(0) if like is None else like
+    return Request("layer_norm", like.device, like.dtype, eps, eps_mode)
+
+
+def _shown(layer: nn.Module, usual: Mapping[str, object]) -> str:
+    """The options of a layer that differ from the usual ones, for its repr."""
+    chosen = {name: getattr(layer, name) for name in usual}
+    return "".join(f", {name}={value!r}" for name, value in chosen.items() if value != usual[name])

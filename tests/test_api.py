@@ -1,0 +1,99 @@
+"""The public face: names, signatures, README, docstring examples, import time."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import lamina
+import lamina.recurrent
+from lamina import functional, reference
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+PUBLIC = [
+    *("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"),
+    *("LayerNorm", "NoisyLayerNorm", "Linear", "Conv2d", "BatchNorm"),
+    *("convert", "import_weights", "explain", "BackendError", "InputError"),
+    *("baselines", "functional", "placements", "reference"),
+]
+
+
+def test_public_names_do_not_drift():
+    assert sorted(lamina.__all__) == sorted(PUBLIC)
+    assert all(hasattr(lamina, name) for name in PUBLIC)
+
+
+SHARED = ["layer_norm", "rnn", "lstm", "gru"]
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_functional_has_the_signature_of_the_reference(name):
+    fast = inspect.signature(getattr(functional, name))
+    slow = inspect.signature(getattr(reference, name))
+    assert fast.parameters["backend"].default == "auto"
+    without = [p for p in fast.parameters.values() if p.name != "backend"]
+    assert without == list(slow.parameters.values())
+    assert fast.return_annotation == slow.return_annotation
+
+
+def readme_blocks():
+    text = (ROOT / "README.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, flags=re.S)
+
+
+def test_readme_shows_code_within_twenty_lines():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert lines.index("```python") < 20
+    assert len(lines) < 160
+
+
+def test_every_readme_block_runs_and_prints_what_it_says(capsys):
+    """Blocks share one namespace, as a reader's session would; a comment after print(...) is its output."""
+    namespace: dict[str, object] = {}
+    blocks = readme_blocks()
+    assert len(blocks) >= 6
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+    printed = capsys.readouterr().out
+    promised = re.findall(r"print\(.*\)\s+# (.+)", "".join(blocks))
+    assert promised
+    for line in promised:
+        assert line in printed
+
+
+def test_readme_lists_every_placement():
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| (RNN|LSTM|GRU) \| `(\w+)`", text, flags=re.M)
+    assert sorted(rows) == sorted((c, n) for c, known in lamina.placements.PLACEMENTS.items() for n in known)
+
+
+def test_docstring_examples_run():
+    modules = [m for m in vars(lamina).values() if inspect.ismodule(m) and m.__name__.startswith("lamina.")]
+    results = [doctest.testmod(m, extraglobs={"lamina": lamina}) for m in modules]
+    assert sum(r.attempted for r in results) >= 2
+    assert not any(r.failed for r in results)
+
+
+def test_import_loads_no_lab_package():
+    heavy = [
+        "matplotlib",
+        "sklearn",
+        "scipy",
+        "accelerate",
+        "typer",
+        "rich",
+        "onnx",
+        "onnxruntime",
+        "pandas",
+        "tensorboard",
+    ]
+    code = f"import sys, lamina; print([m for m in {heavy} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
