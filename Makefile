@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# processes that share the GPU in test-gpu
+WORKERS ?= 8
 STAMP  := $(VENV)/.installed
 
 .PHONY: test test-gpu lint types format clean
@@ -14,7 +16,7 @@ test: $(STAMP)
 
 # The same tests plus those marked gpu, with the Python at hand: nothing is installed.
 test-gpu:
-	LAMINA_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider tests
+	LAMINA_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -n $(WORKERS) --dist worksteal tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

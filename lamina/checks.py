@@ -91,6 +91,6 @@ def readable(tensor: Tensor) -> bool:
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype autocast would use for ``tensor``; None when it is off or leaves the tensor alone (float64)."""
     kind = tensor.device.type
-    if tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+    if tensor.dtype == torch.float64 or tensor.is_meta:  # autocast knows no meta device
         return None
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

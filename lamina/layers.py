@@ -163,6 +163,8 @@ class NoisyLayerNorm(LayerNorm):
         """|1 + xi_sigma|, the sampled variance in units of the true one."""
         if self.noise == "chi2":
             half = (self.num_samples - 1) / 2  # chi^2_k / k = Gamma(k/2, 1) / (k/2)
+            if like.is_meta:  # torch 2.11 cannot say the shape of a gamma draw
+                return torch.empty_like(like)
             return torch._standard_gamma(torch.full_like(like, half)) / half
         deviation = math.sqrt((2 if self.variance == "corrected" else 1) / self.num_samples)
         return (1 + deviation * _normal(like)).abs().clamp(min=SPREAD_FLOOR)
@@ -407,9 +409,16 @@ class Conv2d(NormalisedLayer, nn.Conv2d):
         weight = self.weight.to("meta")
         probe = torch.empty(1, self.in_channels, *size, device="meta", dtype=weight.dtype)
         try:
-            return tuple(self._conv_forward(probe, weight, None).shape[1:])
-        except RuntimeError as error:
-            raise fail("input_size must leave the kernel at least one position", size, str(error)) from error
+            shape = tuple(self._conv_forward(probe, weight, None).shape[1:])
+        except RuntimeError:
+            shape = (0,)  # what some versions of torch say of a kernel that does not fit; others count below 1
+        if min(shape) < 1:
+            raise fail(
+                "input_size must leave the kernel at least one position",
+                f"{size} for a kernel of {self.kernel_size}",
+                "Pass a larger input_size, more padding or a smaller kernel.",
+            )
+        return shape
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, in_channels, H, W] or [in_channels, H, W] to the convolution's output shape."""

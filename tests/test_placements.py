@@ -178,13 +178,14 @@ def test_recurrent_batch_norm_equals_cooijmans_et_al(device):
 
 
 @pytest.mark.parametrize("cell", ["RNN", "LSTM", "GRU"])
-def test_weight_norm_equals_torchs_parametrisation(cell, device):
-    """torch._weight_norm(v, g, dim=0) is torch's own formula."""
+def test_weight_norm_equals_salimans_and_kingma(cell, device):
+    """w = g v/||v||, the norm taken by torch.linalg row by row."""
     call = random_call(cell, "weight", None, (4, 3, 5, 7), device=device)
     w = call.weights
+    unit = lambda v: v / torch.linalg.vector_norm(v, dim=1, keepdim=True)  # noqa: E731
     plain = w._replace(
-        weight_ih=torch._weight_norm(w.weight_ih, w.gain_ih.unsqueeze(1), 0),
-        weight_hh=torch._weight_norm(w.weight_hh, w.gain_hh.unsqueeze(1), 0),
+        weight_ih=w.gain_ih.unsqueeze(1) * unit(w.weight_ih),
+        weight_hh=w.gain_hh.unsqueeze(1) * unit(w.weight_hh),
         gain_ih=None,
         gain_hh=None,
     )
