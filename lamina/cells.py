@@ -10,7 +10,7 @@ from . import functional
 from .checks import describe, fail, one_of
 from .options import CellOptions
 from .placements import STATES
-from .recurrent import RecurrentModule, State
+from .recurrent_base import RecurrentModule, State
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 class RecurrentCell(RecurrentModule):
     """A cell that the caller steps through time."""
+
+    single_step = True
 
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool, device: Any, dtype: Any, given: CellOptions
@@ -74,7 +76,7 @@ class RecurrentCell(RecurrentModule):
             )
 
     def _check_hx(self, hx: Any, x: Tensor, batched: bool) -> State:
-        given = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        given = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
         count = STATES[self.cell]
         shape = [x.shape[0], self.hidden_size] if batched else [self.hidden_size]
         if len(given) != count or any(not isinstance(s, Tensor) or list(s.shape) != shape for s in given):

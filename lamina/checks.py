@@ -94,3 +94,30 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     if tensor.dtype == torch.float64 or tensor.is_meta:  # autocast knows no meta device
         return None
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def check_kind(layer: str, input: object, parameter: Tensor | None, *, half_input: bool) -> Tensor:
+    """``input`` if it is a floating-point tensor that fits the layer's parameters in device and dtype.
+
+    ``half_input`` lets a half-precision input meet float32 parameters, as torch's norms do.
+    """
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{layer} needs a tensor, got {describe(input)}. Convert it with torch.as_tensor.")
+    if not input.is_floating_point():
+        raise fail(f"{layer} needs a floating-point input", describe(input), "Cast it with .float().")
+    if parameter is None:
+        return input
+    if input.device != parameter.device:
+        raise fail(
+            f"{layer} needs its input on the device of its parameters, {parameter.device}",
+            describe(input),
+            "Move the layer or the input with .to(device).",
+        )
+    mixed = half_input and parameter.dtype == torch.float32 == torch.promote_types(input.dtype, torch.float32)
+    if input.dtype != parameter.dtype and not mixed and autocast_dtype(input) is None:
+        raise fail(
+            f"{layer} needs an input of the dtype of its parameters, {parameter.dtype}",
+            describe(input),
+            "Cast one of them with .to(dtype), or use torch.autocast.",
+        )
+    return input

@@ -19,7 +19,8 @@ from .checks import describe, fail, one_of
 from .layers import LayerNorm
 from .options import Options
 from .placements import NORMS
-from .recurrent import GRU, LSTM, RNN, RecurrentModule
+from .recurrent import GRU, LSTM, RNN
+from .recurrent_base import RecurrentModule
 
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.RNN: RNN, nn.LSTM: LSTM, nn.GRU: GRU}
 CELLS: dict[type[nn.Module], type[nn.Module]] = {nn.RNNCell: RNNCell, nn.LSTMCell: LSTMCell, nn.GRUCell: GRUCell}

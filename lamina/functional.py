@@ -202,6 +202,7 @@ def check_recurrence(call: Recurrence) -> None:
     _check_same_kind(call)
     check_lengths(call.lengths, call.input.shape[0], call.input.shape[1])
     check_resets(call.resets, (call.input.shape[0], call.input.shape[1]))
+    _check_masks(call)
 
 
 def _check_weights(call: Recurrence) -> None:
@@ -248,6 +249,22 @@ def _check_states(call: Recurrence) -> None:
                 describe(state),
                 "Match the batch and the size.",
             )
+
+
+def _check_masks(call: Recurrence) -> None:
+    """Masks have the shapes of the states they act on, and all that is not the input lies on its device."""
+    steps = call.input.shape[0]
+    expected = {"recurrent_mask": (call.recurrent_mask, tuple(call.state[0].shape))}
+    for name, mask, state in zip("hc", call.zoneout, call.state):
+        if isinstance(mask, Tensor):
+            expected[f"the zoneout mask of {name}"] = (mask, (steps, *state.shape))
+    for what, (mask, shape) in expected.items():
+        if mask is not None and tuple(mask.shape) != shape:
+            raise fail(f"{what} must have shape {list(shape)}", describe(mask), "One entry for each unit it acts on.")
+    others = {"lengths": call.lengths, "resets": call.resets, **{k: m for k, (m, _) in expected.items()}}
+    for what, tensor in others.items():
+        if tensor is not None and tensor.device != call.input.device:
+            raise fail(f"{what} must be on the input's device", describe(tensor), "Move it with .to(device).")
 
 
 def _check_same_kind(call: Recurrence) -> None:

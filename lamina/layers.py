@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import functional, reference
-from .baselines import BatchNorm, check_kind, weight_norm_gain
-from .checks import describe, epsilon, fail, finite, one_of, positive_int
+from .baselines import BatchNorm, weight_norm_gain
+from .checks import check_kind, describe, epsilon, fail, finite, one_of, positive_int
 from .kernels import BACKENDS, Request
 from .placements import NORMS
 from .reference import EPS_MODES, statistics_dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numbers
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,168 +17,13 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from . import functional
-from .baselines import StepStatistics
 from .checks import describe, fail, one_of, positive_int, probability, readable
-from .kernels import Request
-from .options import CellOptions, Options, initialise, parameter_shapes
+from .options import CellOptions
 from .placements import STATES
-from .reference import CellWeights, Masks, Moments, Recurrence, statistics_dtype
+from .recurrent_base import RecurrentModule, State
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-State = tuple[Tensor, ...]
-
-
-class RecurrentModule(nn.Module):
-    """Parameters, options and masks of one or more cells of the same kind; layers and cells build on it."""
-
-    cell: ClassVar[str]
-    nonlinearity: str = "tanh"
-
-    def __init__(
-        self, input_size: int, hidden_size: int, proj_size: int, bias: bool, given: CellOptions, device: Any, dtype: Any
-    ) -> None:
-        super().__init__()
-        self.input_size = positive_int("input_size", input_size)
-        self.hidden_size = positive_int("hidden_size", hidden_size)
-        self.proj_size = proj_size
-        self.bias = bias
-        self.options = Options.parse(type(self).__name__, given)
-        self._where = self.options.check(self.cell, bias)
-        self._factory = {"device": device, "dtype": dtype}
-
-    @property
-    def norm(self) -> str | None:
-        return self.options.norm
-
-    @property
-    def placement(self) -> str | None:
-        """The placement's name, None where there is nothing to place."""
-        return self._where.name if self._where.sites() else None
-
-    @property
-    def eps(self) -> float:
-        return self.options.eps
-
-    @property
-    def eps_mode(self) -> str:
-        return self.options.eps_mode
-
-    @property
-    def backend(self) -> str:
-        return self.options.backend
-
-    @property
-    def output_size(self) -> int:
-        return self.proj_size or self.hidden_size
-
-    @property
-    def state_sizes(self) -> tuple[int, ...]:
-        return (self.output_size, self.hidden_size)[: STATES[self.cell]]
-
-    def _add_cell(self, suffix: str, input_size: int) -> None:
-        shapes = parameter_shapes(
-            self.cell, input_size, self.hidden_size, self.proj_size, self.bias, self.norm, self._where
-        )
-        if self.options.learn_initial_state:
-            shapes |= {f"initial_{s}": (width,) for s, width in zip("hc", self.state_sizes)}
-        for name, shape in shapes.items():
-            self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **self._factory)))
-        if self.norm == "batch":
-            widths = {site: shapes[f"gain_{site}"][0] for site in self._where.sites()}
-            statistics = StepStatistics(widths, self.options.momentum, **self._factory)
-            self.add_module(f"statistics{suffix}", statistics)
-
-    def _suffixes(self) -> list[str]:
-        """One ending for each cell: "_l0", "_l0_reverse", ...; a lone cell has "" ."""
-        raise NotImplementedError
-
-    def _cell_parameters(self, suffix: str) -> dict[str, Tensor]:
-        shapes = (*CellWeights._fields, "initial_h", "initial_c")
-        found = ((name, getattr(self, name + suffix, None)) for name in shapes)
-        return {name: tensor for name, tensor in found if tensor is not None}
-
-    def reset_parameters(self) -> None:
-        """Start afresh: weights as torch.nn draws them, gains 1 and biases 0 under a norm, statistics emptied."""
-        for suffix in self._suffixes():
-            initialise(self._cell_parameters(suffix), self.cell, self.hidden_size, self.options)
-            if self.norm == "batch":
-                self._statistics(suffix).reset()
-
-    def _weights(self, suffix: str) -> CellWeights:
-        found: dict[str, Any] = {f: getattr(self, f + suffix, None) for f in CellWeights._fields}
-        return CellWeights(**found)
-
-    def _statistics(self, suffix: str) -> StepStatistics:
-        found = self.get_submodule(f"statistics{suffix}")
-        if not isinstance(found, StepStatistics):
-            raise TypeError(f"statistics{suffix} must be a StepStatistics, got {type(found).__name__}.")
-        return found
-
-    def _population(self, suffix: str) -> dict[str, Moments] | None:
-        """Batch norm's stored moments where evaluation uses them, None where the batch's own are used."""
-        collecting = self.norm == "batch" and self._statistics(suffix).collecting
-        if self.norm != "batch" or self.training or collecting or self.options.eval_statistics == "batch":
-            return None
-        return self._statistics(suffix).population()
-
-    def _observe(self, suffix: str, moments: dict[str, Moments], counts: Tensor | int, first_step: int = 0) -> None:
-        if moments and (self.training or self._statistics(suffix).collecting):
-            self._statistics(suffix).observe(moments, counts, first_step)
-
-    def _zoneout(self, steps: int, batch: int, like: Tensor) -> Masks:
-        """0/1 masks of kept units in training, the probabilities themselves in evaluation, None where off."""
-        rates = self.options.zoneout_rates(self.cell)
-        dtype = statistics_dtype(like.dtype)
-
-        def mask(rate: float, width: int) -> Tensor | float | None:
-            if not rate or not self.training:
-                return rate or None
-            return (torch.rand(steps, batch, width, device=like.device, dtype=dtype) < rate).to(dtype)
-
-        return tuple(mask(rate, width) for rate, width in zip(rates, self.state_sizes))
-
-    def _draw_recurrent_mask(self, batch: int, like: Tensor) -> Tensor | None:
-        """One inverted-dropout mask for a whole sequence (Gal and Ghahramani 2016)."""
-        rate = self.options.recurrent_dropout
-        if not rate or not self.training:
-            return None
-        dtype = statistics_dtype(like.dtype)
-        kept = torch.rand(batch, self.output_size, device=like.device, dtype=dtype) >= rate
-        return kept.to(dtype) / (1 - rate)
-
-    def _default_state(self, suffix: str, batch: int, like: Tensor) -> State:
-        """The state a sequence starts from when the caller gives none."""
-        if not self.options.learn_initial_state:
-            return tuple(like.new_zeros(batch, width) for width in self.state_sizes)
-        found = (getattr(self, f"initial_{s}{suffix}") for s in "hc"[: STATES[self.cell]])
-        return tuple(p.unsqueeze(0).expand(batch, -1) for p in found)
-
-    def _recurrence(self, suffix: str, x: Tensor, state: State, **more: Any) -> Recurrence:
-        return Recurrence(
-            self.cell, x, state, self._weights(suffix), self.norm, self._where, self.eps, self.eps_mode,
-            self.nonlinearity, population=self._population(suffix), **more,
-        )  # fmt: skip
-
-    def backend_request(self, *args: Any) -> Request:
-        """What ``lamina.explain`` decides on: the input if there is one, else the parameters."""
-        weight = self.get_parameter("weight_ih" + self._suffixes()[0])
-        like = next((a.data if isinstance(a, PackedSequence) else a for a in args), weight)
-        single = not isinstance(self, RecurrentLayer)
-        name = self._where.name
-        return Request(
-            "recurrence", like.device, like.dtype, self.eps, self.eps_mode, self.cell, self.norm, name, single
-        )
-
-    def _option_repr(self) -> list[str]:
-        shown = [f"norm={self.norm!r}"] + ([f"placement={self.placement!r}"] if self.placement else [])
-        defaults = Options()
-        for name in vars(defaults):
-            value = getattr(self.options, name)
-            if name not in ("norm", "placement") and value != getattr(defaults, name):
-                shown.append(f"{name}={value!r}")
-        return shown
 
 
 class RecurrentLayer(RecurrentModule):
@@ -307,6 +152,7 @@ class RecurrentLayer(RecurrentModule):
     ) -> tuple[Tensor, State]:
         """All layers and directions over a time-major batch; final states are stacked as torch stacks them."""
         counts = self._valid_counts(x, lengths)
+        resets = resets if resets is None else resets.to(x.device)
         finals: list[State] = []
         for layer in range(self.num_layers):
             outputs = []
@@ -357,7 +203,7 @@ class RecurrentLayer(RecurrentModule):
         return [tuple(s[index] for s in given) for index in range(len(cells))]
 
     def _check_hx(self, hx: Any, x: Tensor, rank: int) -> State:
-        given = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        given = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
         name = type(self).__name__
         expected = " and ".join(["h_0", "c_0"][: STATES[self.cell]])
         if len(given) != STATES[self.cell] or not all(isinstance(s, Tensor) for s in given):

@@ -68,6 +68,22 @@ def test_every_readme_block_runs_and_prints_what_it_says(capsys):
         assert line in printed
 
 
+def test_every_readme_command_runs(tmp_path):
+    """The install line, without the network: what it needs is installed already."""
+    pytest.importorskip("hatchling", reason="needs the dev extra")
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
+    commands = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    assert commands == ["pip install ."]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+    offline = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(tmp_path)]
+    subprocess.run([*pip, *offline, str(ROOT)], check=True)
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import lamina; print(lamina.__file__)"
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert pathlib.Path(found.stdout.strip()).is_relative_to(tmp_path)
+
+
 def test_readme_lists_every_placement():
     text = (ROOT / "README.md").read_text()
     rows = re.findall(r"^\| (RNN|LSTM|GRU) \| `(\w+)`", text, flags=re.M)

@@ -410,6 +410,7 @@ RULE_CASES = {
     "state batch": (lambda m, x: m(x, (torch.zeros(1, 3, 5), torch.zeros(1, 2, 5))), r"h_0 of shape \[1, 2, 5\]"),
     "state size": (lambda m, x: m(x, (torch.zeros(1, 2, 5), torch.zeros(1, 2, 4))), r"c_0 of shape \[1, 2, 5\]"),
     "state rank": (lambda m, x: m(x, (torch.zeros(1, 5), torch.zeros(1, 5))), r"h_0 of shape \[1, 2, 5\]"),
+    "not a state": (lambda m, x: m(x, 3), "h_0 and c_0"),
     "one state": (lambda m, x: m(x, torch.zeros(1, 2, 5)), "h_0 and c_0"),
     "state dtype": (lambda m, x: m(x, (torch.zeros(1, 2, 5).double(),) * 2), "one dtype"),
     "too long": (lambda m, x: m(x, lengths=[4, 5]), "between 0 and the 4 steps"),
@@ -523,3 +524,9 @@ def test_functional_checks_its_weights():
         functional.lstm(x, (h,), weights)
     with pytest.raises(lamina.InputError, match=r"\[T, B, 3\]"):
         functional.lstm(x[0], (h, h), weights)
+    with pytest.raises(lamina.InputError, match=r"recurrent_mask must have shape \[2, 5\]"):
+        functional.lstm(x, (h, h), weights, recurrent_mask=torch.ones(5))
+    with pytest.raises(lamina.InputError, match=r"zoneout mask of c must have shape \[4, 2, 5\]"):
+        functional.lstm(x, (h, h), weights, zoneout=(None, torch.ones(2, 5)))
+    with pytest.raises(lamina.InputError, match="lengths must be on the input's device"):
+        functional.lstm(x, (h, h), weights, lengths=torch.ones(2, dtype=torch.int64, device="meta"))
