@@ -57,9 +57,6 @@ class SequenceResult(NamedTuple):
     moments: dict[str, Moments]
 
 
-# --- norms -----------------------------------------------------------------------------------------------
-
-
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -180,7 +177,7 @@ def linear(
     return affine(summed, gain, bias)
 
 
-# --- cells: one step, as in the appendix ------------------------------------------------------------------
+# The cells, one step each, as in the appendix.
 #
 # x is W_x x_t, already normalised where the placement has a norm at "ih"; y is W_h h_{t-1}. norms.apply(site, z, t)
 # normalises z where the placement has a norm at that site and hands it back as it is elsewhere.
@@ -280,9 +277,6 @@ def _gru_step(x: Tensor, y: Tensor, h: Tensor, w: CellWeights, norms: SiteNorms,
     h_r, h_z, h_n = affine(norms.apply("hh", y, t), None, w.bias_hh).chunk(3, -1)
     r, z = torch.sigmoid(x_r + h_r), torch.sigmoid(x_z + h_z)
     return (1 - z) * torch.tanh(x_n + r * h_n) + z * h
-
-
-# --- sequences --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

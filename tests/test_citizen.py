@@ -29,9 +29,6 @@ def build(row, *args, **kwargs):
     return OURS[cell](*args, norm=norm, placement=placement, **kwargs)
 
 
-# --- precision ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("row", EVERY, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_computes_in_half_and_keeps_statistics_in_float32(row, dtype, device):
@@ -73,9 +70,6 @@ def test_mixed_dtypes_are_refused_outside_autocast_only():
     with torch.autocast("cpu", torch.bfloat16):
         _, state = layer(torch.randn(2, 1, 3))
         assert layer(torch.randn(2, 1, 3), state)[0].dtype == torch.bfloat16
-
-
-# --- compilers ---------------------------------------------------------------------------------------------
 
 
 def compiled(layer, **kwargs):
@@ -156,6 +150,29 @@ def test_compile_under_autocast():
     assert torch.equal(got, want)
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # inductor's own first, empty capture
+@pytest.mark.parametrize("cell", CELLS)
+def test_inductor_and_cuda_graphs_on_a_gpu(cell):
+    """The default compiler, its CUDA-graph mode, and a capture by hand replay the eager numbers."""
+    layer, x = OURS[cell](16, 32, device="cuda"), torch.randn(6, 4, 16, device="cuda")
+    with torch.no_grad():
+        want = layer(x)[0]
+    for mode in ("default", "reduce-overhead"):
+        torch._dynamo.reset()
+        fast = torch.compile(layer, fullgraph=True, mode=mode)
+        for _ in range(3):
+            with torch.no_grad():
+                got = fast(x)[0].clone()
+        assert_same([got], [want], 1e-5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = layer(x, lengths=torch.full((4,), 6, device="cuda"))[0]
+    captured.zero_()
+    graph.replay()
+    assert_same([captured], [want], 1e-6)
+
+
 def test_opaque_operator_passes_torchs_own_checks():
     call = random_call("LSTM", "layer", "paper", (3, 2, 3, 4), lengths=torch.tensor([3, 1]))
     from lamina import opaque
@@ -223,9 +240,6 @@ def test_onnx_through_the_reference(row, tmp_path):
         np.testing.assert_allclose(g, w, atol=2e-6)
 
 
-# --- gradients of gradients and functorch --------------------------------------------------------------------
-
-
 def test_gradient_penalty_trains_through_a_double_backward():
     layer = lamina.LSTM(3, 5, dtype=torch.float64)
     x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
@@ -276,9 +290,6 @@ def test_per_sample_gradients():
     layer(x)[0].square().sum().backward()
     total = [per_case[n].sum(0) for n, _ in layer.named_parameters()]
     assert_same(total, [p.grad for p in layer.parameters()])
-
-
-# --- copies, files, devices ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", EVERY, ids=IDS)
@@ -370,9 +381,6 @@ def test_two_processes_give_the_gradients_of_one(tmp_path):
     x = torch.randn(4, 6, 3, dtype=torch.float64)
     layer(x, lengths=torch.tensor([4, 2, 1, 3, 4, 4]))[0].square().sum().backward()
     assert_same([2 * g for g in grads], [p.grad for p in layer.parameters()])
-
-
-# --- explain --------------------------------------------------------------------------------------------------
 
 
 def test_explain_names_backend_and_reason():
