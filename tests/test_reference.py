@@ -51,11 +51,12 @@ def test_constant_vector_gives_the_bias_and_finite_gradients(eps, eps_mode):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_statistics_are_float32(dtype):
-    z = (torch.randn(4, 4096) * 0.01 + 100).to(dtype)
+    """The result is the exact one rounded once; statistics in half would miss every second entry."""
+    z = (torch.randn(4, 4096) + 10).to(dtype)
     got = reference.layer_norm(z, (4096,))
     want = reference.layer_norm(z.double(), (4096,)).to(dtype)
     assert got.dtype == dtype
-    assert (got - want).abs().max() <= 2 * torch.finfo(dtype).eps * want.abs().max()
+    assert (got == want).double().mean() > 0.99
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
@@ -170,14 +171,14 @@ def test_garbage_in_the_padding_touches_nothing(cell, norm, placement, garbage):
 
 
 def test_batch_statistics_leave_padding_out():
-    """At step 2 one case of three is over: its moments are those of the two that go on."""
+    """At step 2 one case of three is over: the moments are those of the two that go on."""
     call = random_call("RNN", "batch", "paper", (3, 3, 2, 4), lengths=torch.tensor([3, 3, 2]))
-    moments = reference.evaluate(call).moments["sum"]
-    two = dataclasses.replace(call, input=call.input[:, :2], state=(call.state[0][:2],), lengths=None)
-    assert moments.mean.shape == (3, 4)
-    first = call.input[0] @ call.weights.weight_ih.T + call.state[0] @ call.weights.weight_hh.T
-    assert_same([moments.mean[0], moments.var[0]], [first.mean(0), first.var(0, correction=0)])
-    assert not torch.allclose(moments.mean[2], reference.evaluate(two).moments["sum"].mean[0])
+    result = reference.evaluate(call)
+    moments = result.moments["sum"]
+    states = (call.state[0], result.output[0], result.output[1])
+    for t, (cases, h) in enumerate(zip((3, 3, 2), states)):
+        summed = (call.input[t] @ call.weights.weight_ih.T + h @ call.weights.weight_hh.T)[:cases]
+        assert_same([moments.mean[t], moments.var[t]], [summed.mean(0), summed.var(0, correction=0)])
 
 
 def test_population_moments_repeat_the_last_step():
