@@ -264,9 +264,16 @@ class StepStatistics(StatisticsModule):
 
     def population(self) -> dict[str, Moments]:
         """The moments [steps, width] to evaluate with; a step no case has reached repeats the last one reached."""
-        steps = torch.arange(self.batches.shape[0], device=self.batches.device)
-        reached = torch.where(self.batches > 0, steps, 0).cummax(0).values
+        reached = self._last_reached()
         return {site: Moments(*(m[reached] for m in self._buffers_of(site))) for site in self.widths}
+
+    def _last_reached(self) -> Tensor:
+        """For every step the last one up to it that some case has reached."""
+        steps = torch.arange(self.batches.shape[0], device=self.batches.device)
+        reached = torch.where(self.batches > 0, steps, 0)
+        if torch.onnx.is_in_onnx_export():  # ONNX has no cummax; quadratic in the steps, but only once
+            return torch.where(steps <= steps.unsqueeze(1), reached, 0).amax(1)
+        return reached.cummax(0).values
 
     @torch.no_grad()
     def observe(self, moments: Mapping[str, Moments], counts: Tensor | int | None = None, first_step: int = 0) -> None:
