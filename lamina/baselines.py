@@ -230,6 +230,9 @@ class StepStatistics(StatisticsModule):
     longest sequence seen; a state_dict with another number of steps loads.
 
     widths: the number of features of each site. momentum: share of the newest batch; None averages over all.
+    max_steps: keep this many steps from the start and never grow; later steps share the last one. Processes that
+        see sequences of different lengths need it: DistributedDataParallel broadcasts buffers, whose shapes must
+        be alike everywhere.
     """
 
     batches: Tensor
@@ -240,8 +243,11 @@ class StepStatistics(StatisticsModule):
         momentum: float | None = 0.1,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        max_steps: int | None = None,
     ) -> None:
         super().__init__()
+        self.max_steps = None if max_steps is None else positive_int("max_steps", max_steps)
         if not widths or not all(isinstance(site, str) and site.isidentifier() for site in widths):
             raise fail("widths must name at least one site", repr(dict(widths)), "Pass for example {'ih': 32}.")
         self.widths = {site: positive_int(f"widths[{site!r}]", width) for site, width in widths.items()}
@@ -254,11 +260,12 @@ class StepStatistics(StatisticsModule):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: one step with mean 0, variance 1, no batches."""
+        """Forget everything: one step (or ``max_steps``) with mean 0, variance 1, no batches."""
         for name in self._fills():
             setattr(self, name, getattr(self, name)[:1].clone())
         for name, fill in self._fills().items():
             getattr(self, name).fill_(fill)
+        self._fit()
 
     reset_parameters = reset
 
@@ -290,14 +297,15 @@ class StepStatistics(StatisticsModule):
             self._merge(moments, counts, seen, first_step)
             return
         last = first_step + steps
-        self._grow(last)
-        factor = self._factor(self.batches[first_step:last]).unsqueeze(1)
+        self._grow(last if self.max_steps is None else min(last, self.max_steps))
+        kept = self.batches[first_step:last]
+        seen, factor = seen[: kept.shape[0]], self._factor(kept).unsqueeze(1)
         for site, new in moments.items():
             for stored, value in zip(self._buffers_of(site), new):
                 rows = stored[first_step:last]
-                moved = rows.lerp(value.to(rows), factor.to(rows.dtype))
+                moved = rows.lerp(value[: rows.shape[0]].to(rows), factor.to(rows.dtype))
                 rows.copy_(torch.where(seen.unsqueeze(1) > 0, moved, rows))
-        self.batches[first_step:last] += seen > 0
+        kept += seen > 0
 
     def _factor(self, batches: Tensor) -> Tensor:
         """The newest batch's share: a plain average until that falls below the momentum.
@@ -355,6 +363,13 @@ class StepStatistics(StatisticsModule):
         for name, fill in self._fills().items():
             setattr(self, name, padded(getattr(self, name), steps, fill))
 
+    def _fit(self) -> None:
+        """As many rows as ``max_steps`` says, where it says so."""
+        if self.max_steps is not None:
+            self._grow(self.max_steps)
+            for name in self._fills():
+                setattr(self, name, getattr(self, name)[: self.max_steps].clone())
+
     def _adopt(self) -> bool:
         pools = self._pools or {}
         if not pools or not any(pool.batches.any() for pool in pools.values()):
@@ -363,6 +378,7 @@ class StepStatistics(StatisticsModule):
             for name, value in zip((f"mean_{site}", f"var_{site}"), pool.moments()):
                 setattr(self, name, value.to(getattr(self, name)))
             self.batches = pool.batches.to(self.batches)
+        self._fit()
         return True
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
@@ -373,7 +389,8 @@ class StepStatistics(StatisticsModule):
             for name in self._fills():
                 setattr(self, name, getattr(self, name)[: saved.shape[0]].clone())
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._fit()
 
     def extra_repr(self) -> str:
         sites = ", ".join(f"{site}={width}" for site, width in self.widths.items())
-        return f"{sites}, momentum={self.momentum}"
+        return f"{sites}, momentum={self.momentum}" + (f", max_steps={self.max_steps}" if self.max_steps else "")

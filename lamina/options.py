@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .baselines import weight_norm_gain
-from .checks import epsilon, fail, finite, one_of, probability
+from .checks import epsilon, fail, finite, one_of, positive_int, probability
 from .kernels import BACKENDS
 from .placements import GATES, Placement, resolve
 from .reference import EPS_MODES
@@ -32,6 +32,7 @@ class CellOptions(TypedDict, total=False):
     backend: str
     momentum: float | None
     eval_statistics: str
+    max_steps: int | None
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Options:
     backend: "auto" or a name; see ``lamina.explain``.
     momentum: of the running statistics of batch norm; None averages over all batches.
     eval_statistics: "population" or "batch", what batch norm uses in evaluation.
+    max_steps: how many steps batch norm keeps statistics of; None grows with the longest sequence seen. Processes
+        that see different lengths (DistributedDataParallel) need a number.
     """
 
     norm: str | None = "layer"
@@ -64,6 +67,7 @@ class Options:
     backend: str = "auto"
     momentum: float | None = 0.1
     eval_statistics: str = "population"
+    max_steps: int | None = None
 
     @classmethod
     def parse(cls, owner: str, given: Mapping[str, Any]) -> Options:
@@ -85,6 +89,8 @@ class Options:
         self.zoneout_rates(cell)
         if self.momentum is not None:
             probability("momentum", self.momentum)
+        if self.max_steps is not None:
+            positive_int("max_steps", self.max_steps)
         if self.gain_init is not None:
             finite("gain_init", self.gain_init)
         self._check_forget_bias(cell, bias)

@@ -76,7 +76,8 @@ class RecurrentModule(nn.Module):
             self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **self._factory)))
         if self.norm == "batch":
             widths = {site: shapes[f"gain_{site}"][0] for site in self._where.sites()}
-            statistics = StepStatistics(widths, self.options.momentum, **self._factory)
+            options = self.options
+            statistics = StepStatistics(widths, options.momentum, **self._factory, max_steps=options.max_steps)
             self.add_module(f"statistics{suffix}", statistics)
 
     def _suffixes(self) -> list[str]:

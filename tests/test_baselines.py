@@ -592,3 +592,29 @@ def test_weight_norm_gain_is_each_rows_norm(shape):
     want = torch.stack([(row * row).sum().sqrt() for row in weight])
     close(weight_norm_gain(weight.requires_grad_()), want)
     assert weight_norm_gain(weight.bfloat16()).dtype == torch.bfloat16
+
+
+def test_max_steps_keeps_the_first_steps_and_its_shape():
+    """What the kept steps hold is what an unlimited keeper holds; nothing changes the shape."""
+    free = StepStatistics({"ih": 2}, momentum=None, dtype=torch.float64)
+    fixed = StepStatistics({"ih": 2}, momentum=None, dtype=torch.float64, max_steps=3)
+    shape = (3, 2)
+    assert fixed.mean_ih.shape == shape
+    for steps, first in ((2, 0), (5, 0), (1, 2), (2, 4)):
+        moments = {"ih": Moments(torch.randn(steps, 2).double(), torch.rand(steps, 2).double())}
+        counts = torch.randint(0, 3, (steps,))
+        for keeper in (free, fixed):
+            keeper.observe(moments, counts, first)
+        assert fixed.mean_ih.shape == shape
+    for name in ("mean_ih", "var_ih", "batches"):
+        assert torch.equal(getattr(fixed, name), getattr(free, name)[:3])
+    again = StepStatistics({"ih": 2}, dtype=torch.float64, max_steps=3)
+    again.load_state_dict(free.state_dict())
+    assert torch.equal(again.mean_ih, fixed.mean_ih)
+    longer = StepStatistics({"ih": 2}, dtype=torch.float64, max_steps=9)
+    longer.load_state_dict(free.state_dict())
+    assert longer.var_ih.shape == (9, 2)
+    fixed.reset()
+    assert fixed.mean_ih.shape == shape
+    assert not fixed.batches.any()
+    assert "max_steps=3" in repr(fixed)

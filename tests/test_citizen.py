@@ -392,6 +392,10 @@ def ddp_worker(rank, store, queue):
     layer(x[:, mine], lengths=torch.tensor([4, 2, 1, 3, 4, 4])[mine])[0].square().sum().backward()
     if rank == 0:
         queue.put([p.grad.numpy() for p in layer.parameters()])
+    # batch norm's statistics are buffers, which DDP broadcasts: alike in shape though the lengths differ
+    layer = DistributedDataParallel(lamina.GRU(3, 5, norm="batch", max_steps=3))
+    for steps in (2 + 3 * rank, 4 - rank, 3):
+        layer(torch.randn(steps, 4, 3))[0].square().sum().backward()
     dist.barrier()
     dist.destroy_process_group()
 

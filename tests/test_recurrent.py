@@ -477,6 +477,7 @@ BUILD_CASES = {
     "nonlinearity": (lambda: lamina.RNN(3, 4, nonlinearity="tahn"), "Did you mean 'tanh'"),
     "nonlinearity of a cell": (lambda: lamina.RNNCell(3, 4, nonlinearity="sigmoid"), "nonlinearity must be"),
     "backend": (lambda: lamina.LSTM(3, 4, backend="refrence"), "Did you mean 'reference'"),
+    "max steps": (lambda: lamina.LSTM(3, 4, norm="batch", max_steps=0), "max_steps must be greater than zero"),
     "momentum": (lambda: lamina.LSTM(3, 4, norm="batch", momentum=2.0), "momentum must be"),
     "statistics": (lambda: lamina.LSTM(3, 4, norm="batch", eval_statistics="popul"), "Did you mean 'population'"),
 }
