@@ -39,6 +39,16 @@ class RecurrentCell(RecurrentModule):
         """The recurrent-dropout mask [B, H] of one sequence: draw it once, pass it to every step's call."""
         return self._draw_recurrent_mask(batch_size, self.get_parameter("weight_hh"))
 
+    def forward(self, input: Tensor, hx: Any = None, *, recurrent_mask: Tensor | None = None, step: int = 0) -> Any:
+        """The next state: h [B, H], for the LSTM (h, c); without B for an input [D].
+
+        hx: the state before this step, None for the initial one.
+        recurrent_mask: what ``recurrent_mask(batch_size)`` gave for this sequence, with recurrent_dropout.
+        step: the time step's number, for batch norm's per-step statistics.
+        """
+        state = self._run(input, hx, recurrent_mask, step)
+        return state if self.cell == "LSTM" else state[0]
+
     def _run(self, input: Tensor, hx: Any, recurrent_mask: Tensor | None, step: int) -> State:
         self._check_input(input)
         batched = input.dim() == 2
@@ -107,12 +117,6 @@ class RNNCell(RecurrentCell):
         super().__init__(input_size, hidden_size, bias, device, dtype, options)
         self.nonlinearity = nonlinearity
 
-    def forward(
-        self, input: Tensor, hx: Tensor | None = None, *, recurrent_mask: Tensor | None = None, step: int = 0
-    ) -> Tensor:
-        """The next h. ``step`` is the time step's number, for batch norm's per-step statistics."""
-        return self._run(input, hx, recurrent_mask, step)[0]
-
 
 class GRUCell(RecurrentCell):
     """One step of ``lamina.GRU``; arguments of ``torch.nn.GRUCell`` plus ``lamina.options.Options``."""
@@ -130,12 +134,6 @@ class GRUCell(RecurrentCell):
     ) -> None:
         super().__init__(input_size, hidden_size, bias, device, dtype, options)
 
-    def forward(
-        self, input: Tensor, hx: Tensor | None = None, *, recurrent_mask: Tensor | None = None, step: int = 0
-    ) -> Tensor:
-        """The next h. ``step`` is the time step's number, for batch norm's per-step statistics."""
-        return self._run(input, hx, recurrent_mask, step)[0]
-
 
 class LSTMCell(RecurrentCell):
     """One step of ``lamina.LSTM``; arguments of ``torch.nn.LSTMCell`` plus ``lamina.options.Options``."""
@@ -152,15 +150,3 @@ class LSTMCell(RecurrentCell):
         **options: Unpack[CellOptions],
     ) -> None:
         super().__init__(input_size, hidden_size, bias, device, dtype, options)
-
-    def forward(
-        self,
-        input: Tensor,
-        hx: tuple[Tensor, Tensor] | None = None,
-        *,
-        recurrent_mask: Tensor | None = None,
-        step: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """The next (h, c). ``step`` is the time step's number, for batch norm's per-step statistics."""
-        state = self._run(input, hx, recurrent_mask, step)
-        return state[0], state[1]

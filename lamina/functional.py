@@ -6,6 +6,7 @@ call would use and why.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -254,6 +255,12 @@ def _check_states(call: Recurrence) -> None:
 def _check_masks(call: Recurrence) -> None:
     """Masks have the shapes of the states they act on, and all that is not the input lies on its device."""
     steps = call.input.shape[0]
+    if len(call.zoneout) < len(call.state):
+        raise fail(
+            f"zoneout needs an entry for each of the {len(call.state)} states of {call.cell}",
+            f"{len(call.zoneout)} entries",
+            "Pass None for a state that zoneout leaves alone.",
+        )
     expected = {"recurrent_mask": (call.recurrent_mask, tuple(call.state[0].shape))}
     for name, mask, state in zip("hc", call.zoneout, call.state):
         if isinstance(mask, Tensor):
@@ -325,21 +332,21 @@ def explain(target: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -
     """
     if isinstance(target, nn.Module):
         return _explain_module(target, *args)
-    backend = kwargs.pop("backend", "auto")
-    if target is layer_norm:
-        x, eps, mode = args[0], kwargs.get("eps", 1e-5), kwargs.get("eps_mode", "var")
-        return choose(Request("layer_norm", x.device, x.dtype, eps, mode), backend)
     cells = {rnn: "RNN", lstm: "LSTM", gru: "GRU"}
-    if target not in cells:
+    if target is not layer_norm and target not in cells:
         raise fail(
             "explain takes a lamina layer or a function of lamina.functional",
             describe(target),
             "Pass one of those.",
         )
-    norm = kwargs.get("norm", "layer")
-    where, cell = resolve(cells[target], norm, kwargs.get("placement")), cells[target]
-    x = args[0] if args else kwargs["input"]
-    eps, mode = kwargs.get("eps", 1e-5), kwargs.get("eps_mode", "var")
+    bound = inspect.signature(target).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    x, eps, mode, backend = (given[name] for name in ("input", "eps", "eps_mode", "backend"))
+    if target is layer_norm:
+        return choose(Request("layer_norm", x.device, x.dtype, eps, mode), backend)
+    cell, norm = cells[target], given["norm"]
+    where = resolve(cell, norm, given["placement"])
     return choose(Request("recurrence", x.device, x.dtype, eps, mode, cell, norm, where.name), backend)
 
 

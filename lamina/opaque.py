@@ -21,7 +21,7 @@ _DIFFERENTIABLE = ("input", "h", "c", *CellWeights._fields)
 def run(call: Recurrence) -> SequenceResult:
     """``reference.evaluate`` through the opaque operator."""
     names, tensors = _flatten(call)
-    rates = [z if isinstance(z, float) else 0.0 for z in call.zoneout]
+    rates = [0.0 if z is None or isinstance(z, Tensor) else float(z) for z in call.zoneout]
     flat = _recurrence(
         tensors, ",".join(names), call.cell, call.norm or "none", call.placement.name,
         call.eps, call.eps_mode, call.nonlinearity, call.reverse, rates, call.first_step,

@@ -6,7 +6,6 @@ Constructor, call, parameter names and gate order are those of ``torch.nn``; the
 
 from __future__ import annotations
 
-import numbers
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,8 +42,8 @@ class RecurrentLayer(RecurrentModule):
         dtype: Any,
         given: CellOptions,
     ) -> None:
-        _check_projection(self.cell, proj_size, hidden_size)
         super().__init__(input_size, hidden_size, proj_size, bias, given, device, dtype)
+        _check_projection(proj_size, hidden_size)
         self.num_layers = positive_int("num_layers", num_layers)
         self.batch_first = batch_first
         self.dropout = _check_dropout(dropout, num_layers)
@@ -97,6 +96,21 @@ class RecurrentLayer(RecurrentModule):
         if isinstance(hx, Tensor):
             return hx.index_select(1, permutation)
         return tuple(h.index_select(1, permutation) for h in hx)
+
+    def forward(
+        self, input: Any, hx: Any = None, *, lengths: Any = None, resets: Tensor | None = None
+    ) -> tuple[Any, Any]:
+        """Outputs [T, B, num_directions * P], laid out as the input is, and the final state: h_n, LSTM (h_n, c_n).
+
+        input: [T, B, D], [B, T, D] with batch_first, [T, D] for one case, or a PackedSequence (gives one back).
+        hx: initial state [num_layers * num_directions, B, size], h_0 or for the LSTM (h_0, c_0).
+        lengths: number of valid steps of each case, list or int tensor [B]; no sorting, no packing. Outputs beyond
+            a case's length are 0, its final state is that of its last valid step.
+        resets: bool, laid out as the input's first two axes; True where a step begins a new segment: the state
+            is the initial one before that step (reading backwards: before the step that precedes it).
+        """
+        output, state = self._run(input, hx, lengths, resets)
+        return output, state if self.cell == "LSTM" else state[0]
 
     def _run(self, input: Any, hx: Any, lengths: Any, resets: Tensor | None) -> tuple[Any, State]:
         if isinstance(input, PackedSequence):
@@ -248,8 +262,6 @@ class RecurrentLayer(RecurrentModule):
 
 
 def _check_dropout(dropout: object, num_layers: int) -> float:
-    if not isinstance(dropout, numbers.Number):
-        raise fail("dropout must be a number in [0, 1]", f"dropout={dropout!r}", "Pass 0 to switch it off.")
     rate = probability("dropout", dropout)
     if rate > 0 and num_layers == 1:
         warnings.warn(
@@ -260,10 +272,10 @@ def _check_dropout(dropout: object, num_layers: int) -> float:
     return rate
 
 
-def _check_projection(cell: str, proj_size: int, hidden_size: int) -> None:
+def _check_projection(proj_size: int, hidden_size: int) -> None:
     if isinstance(proj_size, bool) or not isinstance(proj_size, int) or proj_size < 0:
         raise fail("proj_size must be a whole number, 0 for none", f"proj_size={proj_size!r}", "Pass 0.")
-    if proj_size >= hidden_size and proj_size:
+    if proj_size and proj_size >= hidden_size:
         raise fail(
             "proj_size must be smaller than hidden_size",
             f"proj_size={proj_size}, hidden_size={hidden_size}",
@@ -301,13 +313,6 @@ class RNN(RecurrentLayer):
         )
         self.nonlinearity = _check_nonlinearity(nonlinearity)
 
-    def forward(
-        self, input: Any, hx: Tensor | None = None, *, lengths: Any = None, resets: Tensor | None = None
-    ) -> tuple[Any, Tensor]:
-        """Outputs [T, B, H] (or as the input is laid out) and h_n [num_layers * num_directions, B, H]."""
-        output, state = self._run(input, hx, lengths, resets)
-        return output, state[0]
-
 
 class GRU(RecurrentLayer):
     """Layer-normalised GRU, drop-in for ``torch.nn.GRU``.
@@ -338,13 +343,6 @@ class GRU(RecurrentLayer):
         super().__init__(
             input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, device, dtype, options
         )
-
-    def forward(
-        self, input: Any, hx: Tensor | None = None, *, lengths: Any = None, resets: Tensor | None = None
-    ) -> tuple[Any, Tensor]:
-        """Outputs [T, B, H] (or as the input is laid out) and h_n [num_layers * num_directions, B, H]."""
-        output, state = self._run(input, hx, lengths, resets)
-        return output, state[0]
 
 
 class LSTM(RecurrentLayer):
@@ -383,24 +381,6 @@ class LSTM(RecurrentLayer):
             input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
             device, dtype, options,
         )  # fmt: skip
-
-    def forward(
-        self,
-        input: Any,
-        hx: tuple[Tensor, Tensor] | None = None,
-        *,
-        lengths: Any = None,
-        resets: Tensor | None = None,
-    ) -> tuple[Any, tuple[Tensor, Tensor]]:
-        """Outputs [T, B, P] (or as the input is laid out) and (h_n, c_n).
-
-        lengths: number of valid steps of each case, list or int tensor [B]; no sorting, no packing. Outputs beyond
-            a case's length are 0, its final state is that of its last valid step.
-        resets: bool, laid out as the input's first two axes; True where a step begins a new segment: the state
-            is the initial one before that step (reading backwards: before the step that precedes it).
-        """
-        output, state = self._run(input, hx, lengths, resets)
-        return output, (state[0], state[1])
 
 
 def _refuse_projection(cell: str, options: Any) -> None:

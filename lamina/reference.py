@@ -11,7 +11,7 @@ float32 (float64 for float64 operands); the output has the dtype of the input.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -321,13 +321,9 @@ def evaluate(call: Recurrence) -> SequenceResult:
     if not call.reverse:
         return _evaluate_forward(call)
     lengths = call.lengths
-    turned = {
-        **vars(call),
-        "reverse": False,
-        "input": reverse_sequences(call.input, lengths),
-        "resets": None if call.resets is None else reverse_resets(call.resets, lengths),
-    }
-    result = _evaluate_forward(Recurrence(**turned))
+    resets = None if call.resets is None else reverse_resets(call.resets, lengths)
+    turned = replace(call, reverse=False, input=reverse_sequences(call.input, lengths), resets=resets)
+    result = _evaluate_forward(turned)
     return result._replace(output=reverse_sequences(result.output, lengths))
 
 

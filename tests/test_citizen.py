@@ -140,6 +140,18 @@ def test_compile_with_changing_lengths_of_sequence_does_not_recompile():
     assert len(set(frames)) == 1
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_keeps_the_expectation_of_zoneout(dynamic):
+    layer = lamina.LSTM(3, 5, zoneout=(0.3, 0.2), dtype=torch.float64).eval()
+    fast, _ = compiled(layer, dynamic=dynamic)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    assert_same(flat(fast(x)), flat(layer(x)))
+    h = torch.zeros(2, 5, dtype=torch.float64)
+    whole = lambda z: functional.lstm(z, (h, h), layer._weights("_l0"), zoneout=(1, None))[0]  # noqa: E731
+    fast, _ = compiled(whole)
+    assert not fast(x).any()  # h keeps its zeros for ever
+
+
 def test_compile_with_random_masks_and_resets():
     layer = lamina.LSTM(3, 5, zoneout=(0.3, 0.2), recurrent_dropout=0.4, learn_initial_state=True)
     fast, _ = compiled(layer)
@@ -433,6 +445,7 @@ def test_explain_names_backend_and_reason():
     same = lamina.explain(functional.lstm, x, (h, h), layer._weights("_l0"), placement="joint")
     assert same == choice
     assert lamina.explain(functional.layer_norm, x, (3,)).backend == "torch"
+    assert lamina.explain(functional.layer_norm, x, (3,), None, None, 0.0).backend == "reference"
     assert lamina.explain(lamina.LayerNorm(3)).backend == "torch"
     std = lamina.explain(lamina.LayerNorm(3, eps_mode="std"), x)
     assert std.backend == "reference"

@@ -464,6 +464,7 @@ BUILD_CASES = {
     "eps negative": (lambda: lamina.LSTM(3, 4, eps=-1e-5), "not negative"),
     "eps_mode": (lambda: lamina.LSTM(3, 4, eps_mode="vra"), "Did you mean 'var'"),
     "dropout": (lambda: lamina.LSTM(3, 4, 2, dropout=1.5), r"dropout must be a number in \[0, 1\]"),
+    "dropout text": (lambda: lamina.LSTM(3, 4, 2, dropout="a"), "dropout must be a number"),
     "zoneout": (lambda: lamina.LSTM(3, 4, zoneout=-0.1), "zoneout must be a number"),
     "zoneout pair": (lambda: lamina.GRU(3, 4, zoneout=(0.1, 0.1)), "for an LSTM"),
     "recurrent dropout": (lambda: lamina.LSTM(3, 4, recurrent_dropout=1.0), r"\[0, 1\)"),
@@ -493,6 +494,8 @@ def test_bad_constructors_state_rule_value_and_remedy(name):
 def test_wrong_types_and_unknown_options_are_type_errors():
     with pytest.raises(TypeError, match="hidden_size must be an int"):
         lamina.LSTM(3, 4.0)
+    with pytest.raises(TypeError, match="hidden_size must be an int"):
+        lamina.LSTM(3, "4")
     with pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
         lamina.LSTM(3, 4, foo=1)
     with pytest.raises(TypeError, match="positional"):
@@ -529,5 +532,7 @@ def test_functional_checks_its_weights():
         functional.lstm(x, (h, h), weights, recurrent_mask=torch.ones(5))
     with pytest.raises(lamina.InputError, match=r"zoneout mask of c must have shape \[4, 2, 5\]"):
         functional.lstm(x, (h, h), weights, zoneout=(None, torch.ones(2, 5)))
+    with pytest.raises(lamina.InputError, match="an entry for each of the 2 states"):
+        functional.lstm(x, (h, h), weights, zoneout=(0.5,))
     with pytest.raises(lamina.InputError, match="lengths must be on the input's device"):
         functional.lstm(x, (h, h), weights, lengths=torch.ones(2, dtype=torch.int64, device="meta"))
