@@ -1,4 +1,5 @@
-# Two commands do everything on a fresh machine: `make test` here, `make reproduce` once the lab is in.
+# Two commands do everything on a fresh machine: `make reproduce` (set-up, the paper's comparisons on embedded data,
+# report) and `make test` (set-up, all checks).
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -6,7 +7,12 @@ BIN    := $(VENV)/bin
 WORKERS ?= 8
 STAMP  := $(VENV)/.installed
 
-.PHONY: test test-gpu lint types format clean
+KILLS ?= 100
+
+.PHONY: reproduce test test-gpu soak results lint types format clean
+
+reproduce: $(STAMP)
+	$(BIN)/lamina reproduce
 
 test: $(STAMP)
 	$(BIN)/ruff check .
@@ -17,6 +23,14 @@ test: $(STAMP)
 # The same tests plus those marked gpu, with the Python at hand: nothing is installed.
 test-gpu:
 	LAMINA_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -n $(WORKERS) --dist worksteal tests
+
+# A run killed with SIGKILL at random moments, resumed each time, compared with one that was never touched.
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills --kills $(KILLS) --record results/soak.json
+
+# RESULTS.md, figures and page anew from the records in results/.
+results: $(STAMP)
+	$(BIN)/lamina report results --out results --markdown RESULTS.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -32,7 +46,7 @@ format: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[lab,dev]'
 	touch $(STAMP)
 
 clean:

@@ -5,15 +5,20 @@ Layers are drop-in for ``torch.nn``: ``lamina.LSTM(128, 256)`` where ``torch.nn.
 published variants, ``lamina.explain(layer)`` says which backend runs and why.
 """
 
-from . import baselines, functional, placements, reference
-from .baselines import BatchNorm
-from .cells import GRUCell, LSTMCell, RNNCell
-from .checks import BackendError, InputError
-from .convert import convert
-from .functional import explain
-from .importers import import_weights
-from .layers import Conv2d, LayerNorm, Linear, NoisyLayerNorm
-from .recurrent import GRU, LSTM, RNN
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# Names are fetched when first used: torch takes seconds to import, and ``lamina --help`` needs none of it.
+if TYPE_CHECKING:
+    from . import baselines, functional, placements, reference
+    from .baselines import BatchNorm
+    from .cells import GRUCell, LSTMCell, RNNCell
+    from .checks import BackendError, InputError
+    from .conversion import convert
+    from .functional import explain
+    from .importers import import_weights
+    from .layers import Conv2d, LayerNorm, Linear, NoisyLayerNorm
+    from .recurrent import GRU, LSTM, RNN
 
 __version__ = "0.1.0"
 
@@ -44,3 +49,26 @@ __all__ = [
     "placements",
     "reference",
 ]
+
+_HOME = {
+    **dict.fromkeys(("RNN", "LSTM", "GRU"), "recurrent"),
+    **dict.fromkeys(("RNNCell", "LSTMCell", "GRUCell"), "cells"),
+    **dict.fromkeys(("LayerNorm", "NoisyLayerNorm", "Linear", "Conv2d"), "layers"),
+    **dict.fromkeys(("BackendError", "InputError"), "errors"),
+    **{"BatchNorm": "baselines", "convert": "conversion", "import_weights": "importers", "explain": "functional"},
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        found = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    elif name in __all__:
+        found = import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,31 +1,28 @@
-"""Errors a user can act on: each states the rule, what was received and the remedy."""
+"""Checks of what users pass in; the errors themselves are in ``errors``."""
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from .errors import BackendError, InputError, fail, one_of
 
-class InputError(ValueError, RuntimeError):
-    """A call or a constructor got something it cannot use.
-
-    It is a ``ValueError``; it is a ``RuntimeError`` too because ``torch.nn`` raises that for wrong
-    shapes, and code written for ``torch.nn`` must go on catching it.
-    """
-
-
-class BackendError(RuntimeError):
-    """A backend that was asked for by name cannot serve this call."""
-
-
-def fail(rule: str, received: object, remedy: str) -> InputError:
-    """The exception to raise: ``raise fail("eps must be >= 0", "eps=-1", "Pass 1e-5.")``."""
-    return InputError(f"{rule}, got {received}. {remedy}")
+__all__ = [
+    "BackendError",
+    "InputError",
+    "autocast_dtype",
+    "check_kind",
+    "describe",
+    "epsilon",
+    "fail",
+    "finite",
+    "one_of",
+    "positive_int",
+    "probability",
+    "readable",
+]
 
 
 def describe(value: object) -> str:
@@ -33,16 +30,6 @@ def describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"shape {list(value.shape)} ({str(value.dtype).removeprefix('torch.')}, {value.device})"
     return f"{type(value).__name__} {value!r}"
-
-
-def one_of(what: str, value: object, allowed: Iterable[Any]) -> None:
-    """Raise unless ``value`` is among ``allowed``; suggest the nearest name."""
-    options = list(allowed)
-    if any(value is option or value == option for option in options):
-        return
-    near = difflib.get_close_matches(str(value).lower(), [str(o) for o in options], n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else f"Choose one of {', '.join(map(repr, options))}."
-    raise fail(f"{what} must be one of {', '.join(map(repr, options))}", repr(value), hint)
 
 
 def positive_int(what: str, value: object) -> int:

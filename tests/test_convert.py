@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lamina.cells import GRUCell, LSTMCell, RNNCell
 from lamina.checks import InputError
-from lamina.convert import Change, Changes, convert
+from lamina.conversion import Change, Changes, convert
 from lamina.layers import LayerNorm
 from lamina.recurrent import GRU, LSTM, RNN
 

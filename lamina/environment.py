@@ -1,0 +1,63 @@
+"""What a run ran on: versions, commit and machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def environment() -> dict[str, Any]:
+    """Versions, commit and machine, for a run's header; no host, user or path."""
+    from . import __version__
+
+    commit = _git("rev-parse", "HEAD") if _git("ls-files", "--error-unmatch", "__init__.py") else None
+    return {
+        "lamina": __version__,
+        "commit": commit,
+        "dirty": None if commit is None else bool(_git("status", "--porcelain", "--", ".")),
+        "versions": _versions(),
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "gpu": _gpu(), "system": _system()},
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says in the package's folder; None where that is no checkout, or git is absent."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("torch", "numpy", "accelerate", "triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpu() -> str | None:
+    torch = sys.modules.get("torch")  # a run has imported it; nothing here is worth the seconds that takes
+    return str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_available() else None
+
+
+def _system() -> str:
+    return f"{platform.system()} {platform.machine()}"

@@ -1,0 +1,92 @@
+"""Adam as published and as the authors ran it, and gradient clipping; both may sit inside a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import one_of
+
+
+class Adam(torch.optim.Adam):
+    """Adam. ``bias_correction="correct"`` is torch's (Kingma and Ba's algorithm 1); ``"kiros"`` the authors' own.
+
+    The code behind order embeddings and skip-thoughts corrects by 0.1^t and 0.001^t where the algorithm has 0.9^t
+    and 0.999^t, which is next to no correction after the first update: the first few hundred updates are 2 to 6.5
+    times as long.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        bias_correction: str = "correct",
+    ) -> None:
+        one_of("bias_correction", bias_correction, ("correct", "kiros"))
+        held = list(params)
+        tensors = [p for item in held for p in (item["params"] if isinstance(item, dict) else [item])]
+        cuda = bool(tensors) and all(p.is_cuda for p in tensors)
+        super().__init__(held, lr, betas, eps, fused=True, capturable=cuda)
+        self.bias_correction = bias_correction
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        if self.bias_correction == "correct":
+            return super().step(closure)  # type: ignore[no-any-return]
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._miscorrected(group)
+        return loss
+
+    def _miscorrected(self, group: dict[str, Any]) -> None:
+        """p -= lr sqrt(1 - 0.001^t)/(1 - 0.1^t) m/(sqrt(v) + eps), with 1 - beta where the algorithm has beta."""
+        beta1, beta2 = group["betas"]
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state = self._state_of(p)
+            step, m, v = state["step"], state["exp_avg"], state["exp_avg_sq"]
+            step.add_(1)
+            m.lerp_(p.grad, 1 - beta1)
+            v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+            rate = group["lr"] * torch.sqrt(1 - (1 - beta2) ** step) / (1 - (1 - beta1) ** step)
+            p.sub_(rate * m / (v.sqrt().add_(group["eps"])))
+
+    def _state_of(self, p: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        return state
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[Tensor], limit: float, by: str = "global", members: int = 0) -> None:
+    """Scale gradients so that their norm is at most ``limit``: of all together ("global"), or of each tensor.
+
+    members: parameters carry a leading axis of that many stacked models, each clipped on its own. No value is read
+    on the host, so the call may be captured in a CUDA graph.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = [_norms(g, members) for g in gradients]
+    if by == "global" and norms:
+        norms = [torch.linalg.vector_norm(torch.stack(norms), dim=0)] * len(norms)
+    for gradient, norm in zip(gradients, norms):
+        scale = (limit / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
+        gradient.mul_(scale.reshape(-1, *[1] * (gradient.dim() - 1)) if members else scale.squeeze(0))
+
+
+def _norms(gradient: Tensor, members: int) -> Tensor:
+    """Norms [members], or [1] of a model that is not stacked."""
+    norms: Tensor = torch.linalg.vector_norm(gradient.reshape(members or 1, -1), dim=1)
+    return norms

@@ -1,0 +1,67 @@
+"""What a user sees while runs train: bars with loss, rate and time left on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+class Reporter:
+    """``with Reporter() as say:`` then ``say.begin``, ``say.advance``, ``say.line``, ``say.end``."""
+
+    PAUSE = 2.0  # seconds between plain lines of one run
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self._bars: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._began: dict[str, tuple[float, int]] = {}
+        self._said: dict[str, float] = {}
+
+    def __enter__(self) -> Reporter:
+        if self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bars = Progress(*columns, TextColumn("{task.fields[loss]}"), console=self.console)
+            self._bars.start()
+        return self
+
+    def __exit__(self, *raised: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def begin(self, label: str, step: int, total: int) -> None:
+        """A run of ``total`` updates that stands at ``step``."""
+        self._began[label] = (time.monotonic(), step)
+        if self._bars is not None:
+            self._tasks[label] = self._bars.add_task(label, total=total, completed=step, loss="")
+
+    def advance(self, label: str, step: int, total: int, values: dict[str, Any]) -> None:
+        """The run stands at ``step``; ``values`` are its newest figures."""
+        figures = "  ".join(f"{k} {v:.4g}" for k, v in values.items() if v is not None)
+        if self._bars is not None:
+            self._bars.update(self._tasks[label], completed=step, loss=f"{figures}  {self._rate(label, step):.0f}/s")
+        elif time.monotonic() - self._said.get(label, 0) >= self.PAUSE or step == total:
+            self._said[label] = time.monotonic()
+            self.line(f"{label}: {step:,}/{total:,}  {figures}  {self._left(label, step, total)}")
+
+    def end(self, label: str, text: str) -> None:
+        """The run is over."""
+        if self._bars is not None and label in self._tasks:
+            self._bars.remove_task(self._tasks.pop(label))
+        self.line(f"{label}: {text}")
+
+    def _rate(self, label: str, step: int) -> float:
+        began, first = self._began[label]
+        return (step - first) / max(time.monotonic() - began, 1e-9)
+
+    def _left(self, label: str, step: int, total: int) -> str:
+        rate = self._rate(label, step)
+        return f"{rate:.0f}/s, {(total - step) / rate:.0f} s left" if rate > 0 else ""

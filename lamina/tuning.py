@@ -1,0 +1,86 @@
+"""The same search for every variant: short runs over a grid, the setting with the lowest validation figure wins.
+
+``lamina run mnist --lr 1e-4,3e-4,1e-3 --epochs 2 --runs runs/tune`` makes the runs, ``lamina tune runs/tune`` chooses,
+``lamina run mnist --tuned FILE`` trains with what was chosen. Test cases play no part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+from typing import Any
+
+from . import records
+from .errors import fail
+from .sheets import Config, Sheet, find
+
+Run = Mapping[str, Any]
+NOT_SEARCHED = ("epochs", "eval_every", "log_every", "checkpoint_every")  # how long and how often, not what
+
+
+def choose(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
+    """One record for each experiment and data set under ``paths``: every combination's figures and the best one."""
+    found = [record for record in records.collect(paths) if record.get("kind") == "experiment"]
+    if not found:
+        raise fail(
+            "tuning reads run folders", f"none under {', '.join(map(str, paths))}", "lamina run NAME --lr A,B first."
+        )
+    return [_tuned(record) for record in found]
+
+
+def _tuned(record: Mapping[str, Any]) -> dict[str, Any]:
+    sheet = find(record["experiment"])
+    searched = _searched(record["runs"], sheet)
+    rows = [_row(sheet, variant, searched, runs) for variant, runs in _groups(record["runs"], [*sheet.vary, *searched])]
+    kept = {k: record[k] for k in ("schema", "experiment", "data", "environment", "commands") if k in record}
+    return {**kept, "kind": "tuning", "metric": f"lowest {sheet.headline}", "searched": searched, "rows": rows,
+            "chosen": _best(rows, sheet.vary)}  # fmt: skip
+
+
+def _searched(runs: Iterable[Run], sheet: Sheet) -> list[str]:
+    """The settings that differ between runs besides those that tell variants apart."""
+    configs = [run["config"] for run in runs]
+    names = [n for n in configs[0] if n not in (*sheet.vary, *NOT_SEARCHED)]
+    return [n for n in names if len({c[n] for c in configs}) > 1] or ["lr"]
+
+
+def _groups(runs: Iterable[Run], names: list[str]) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault(tuple(run["config"][n] for n in names), []).append(run)
+    return [(dict(zip(names, key)), members) for key, members in sorted(groups.items(), key=lambda item: str(item[0]))]
+
+
+def _row(sheet: Sheet, settings: dict[str, Any], searched: list[str], runs: list[Run]) -> dict[str, Any]:
+    values = [_lowest(run["curve"].get(sheet.headline, ())) for run in runs]
+    finite = [v for v in values if v is not None]
+    mean = fmean(finite) if len(finite) == len(values) else None  # a seed that diverged rules the setting out
+    return {"variant": {k: settings[k] for k in sheet.vary}, "setting": {k: settings[k] for k in searched},
+            "epochs": runs[0]["config"]["epochs"], "values": values, "n": len(values), "mean": mean}  # fmt: skip
+
+
+def _lowest(curve: Iterable[float | None]) -> float | None:
+    finite = [v for v in curve if v is not None and math.isfinite(v)]
+    return min(finite, default=None)
+
+
+def _best(rows: list[dict[str, Any]], vary: tuple[str, ...]) -> list[dict[str, Any]]:
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        key = tuple(row["variant"][k] for k in vary)
+        if row["mean"] is not None and (key not in best or row["mean"] < best[key]["mean"]):
+            best[key] = row
+    return [{**row["variant"], **row["setting"]} for row in best.values()]
+
+
+def apply(record: Mapping[str, Any], config: Config) -> Config:
+    """``config`` with what was chosen for its variant."""
+    sheet = find(record["experiment"])
+    for chosen in record["chosen"]:
+        if all(chosen[k] == getattr(config, k) for k in sheet.vary):
+            return dataclasses.replace(config, **{k: v for k, v in chosen.items() if k not in sheet.vary})
+    variant = {k: getattr(config, k) for k in sheet.vary}
+    raise fail("--tuned needs a record that covers every variant", f"none for {variant}", "Tune that variant too.")

@@ -1,0 +1,559 @@
+"""The command line as a user meets it: help, mistakes, runs, signals, and what is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lamina import convergence, records, runs, workers
+from lamina.cli import main
+from lamina.sheets import SHEETS, find
+
+SMALL = ["run", "mnist", "--data", "embedded", "--hidden", "8", "--epochs", "0.2", "--device", "cpu"]
+LONG = ["run", "mnist", "--data", "embedded", "--hidden", "64", "--device", "cpu"]
+LONG += ["--log-every", "1", "--eval-every", "5000", "--checkpoint-every", "100000"]
+PYTHON = [sys.executable, "-m", "lamina"]
+HOME = Path("mnist") / "mnist-embedded"  # of these runs, below --runs
+COMMANDS = ("list", "run", "reproduce", "report", "data", "bench", "analyse", "info")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with a finished run of layer norm and one of none."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert main([*SMALL, "--norm", "layer,none", "--jobs", "1", "--quiet", "--runs", str(folder)]) == 0
+    return folder
+
+
+def said(capsys, *words, code=0):
+    """Standard output and standard error of a command that ends with ``code``."""
+    got = main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    assert got == code, err
+    return out, err
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command(capsys, command):
+    out, err = said(capsys, command, "--help")
+    assert f"lamina {command}" in out
+    assert err == ""
+    assert command in said(capsys, "--help")[0]
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_help_of_an_experiment_has_every_setting(capsys, name):
+    out, _ = said(capsys, "run", name, "--help")
+    for item in dataclasses.fields(find(name).config):
+        line = next(line for line in out.splitlines() if f"{workers.flag(item.name)} " in line)
+        assert item.metadata["help"][:20] in line
+        assert f"(default {item.default})" in " ".join(out.replace("│", " ").split())
+    for item in dataclasses.fields(workers.How):
+        assert (workers.flag(item.name) in out) == (item.name not in ("worker_of", "command"))
+
+
+def test_no_arguments_is_help_and_version(capsys):
+    assert "Usage: lamina" in said(capsys)[0] if not sys.argv[1:] else True
+    assert said(capsys, "--version")[0].startswith("lamina 0.")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["run", "mnist", "--help"], ["list"], ["rn"]])
+def test_light_commands_import_nothing_heavy(words):
+    heavy = "torch accelerate matplotlib sklearn scipy tensorboard jinja2"
+    code = f"import sys; from lamina.cli import main; main({words!r}); "
+    code += f"sys.exit(' '.join(m for m in {heavy.split()!r} if m in sys.modules) or 0)"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < 5  # a second on an idle machine; torch alone takes two
+
+
+def test_list(capsys):
+    out, _ = said(capsys, "list")
+    for sheet in SHEETS.values():
+        assert all(word in out for word in (sheet.name, sheet.section, sheet.title, *sheet.datasets, *sheet.norms))
+    assert "lamina run mnist --help" in out
+
+
+def test_output_to_a_file_has_no_colour_codes_and_is_not_wrapped(capsys):
+    for words in (["list"], ["data"], ["run", "mnist", "--help"]):
+        assert "\x1b" not in said(capsys, *words)[0]
+    assert max(map(len, said(capsys, "list")[0].splitlines())) > 120
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*PYTHON, "list"], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "suggestion"),
+    [
+        (["rnu"], "'run'"),
+        (["reproduse"], "'reproduce'"),
+        (["run", "mnits"], "'mnist'"),
+        (["run", "mnist", "--norm", "layr"], "'layer'"),
+        (["run", "mnist", "--norm", "none,bacth"], "'batch'"),
+        (["run", "mnist", "--dataset", "fashion-mnist"], "'fashion_mnist'"),
+        (["run", "mnist", "--engine", "graf"], "'graph'"),
+        (["data", "get", "mnits"], "'mnist'"),
+        (["data", "check", "cifar-10"], "'cifar10'"),
+        (["data", "fetsh"], "command must be one of"),
+        (["reproduce", "--only", "convent"], "'convnet'"),
+    ],
+)
+def test_did_you_mean(capsys, words, suggestion):
+    assert suggestion in one_line(capsys, words)
+
+
+def one_line(capsys, words, code=2):
+    _, err = said(capsys, *words, code=code)
+    assert err.startswith("lamina: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1, err
+    return err
+
+
+BAD = [
+    ("run", "lamina list"),
+    ("run mnist --norm", "requires an argument"),
+    ("run mnist --nrom layer", "--norm"),
+    ("run mnist stray", "stray"),
+    ("run mnist --epochs 0", "above 0"),
+    ("run mnist --epochs -1", "above 0"),
+    ("run mnist --epochs many", "'many'"),
+    ("run mnist --epochs nan", "finite"),
+    ("run mnist --lr inf", "finite"),
+    ("run mnist --lr 1e-3,zero", "'zero'"),
+    ("run mnist --lr 1e-3,-1", "-1"),
+    ("run mnist --lr 1e-3,1e-3", "twice"),
+    ("run mnist --lr 3e-4,0.00030000001", "folder of its own"),
+    ("run mnist --batch-size 1.5", "'1.5'"),
+    ("run mnist --batch-size 0", "at least 1"),
+    ("run mnist --batch-size 128,", "''"),
+    ("run mnist --norm=", "''"),
+    ("run mnist --norm ,", "''"),
+    ("run mnist --hidden 8,16", "'8,16'"),
+    ("run mnist --precision float16", "fp16"),
+    ("run mnist --clip-by norm", "'global'"),
+    ("run mnist --held-out -5", "at least 0"),
+    ("run mnist --seeds 0", "'0'"),
+    ("run mnist --seeds two", "'two'"),
+    ("run mnist --first-seed -1", "'-1'"),
+    ("run mnist --jobs 0", "'0'"),
+    ("run mnist --together -1", "'-1'"),
+    ("run mnist --device gpu", "'gpu'"),
+    ("run mnist --resume --restart", "one of them"),
+    ("run convnet --stack", "convnet"),
+    ("run mnist --runs FILE", "Not a directory|File exists"),
+    ("run mnist --runs FILE/below", "Not a directory"),
+    ("run mnist --runs=", "no name"),
+    ("run mnist --data=", "embedded"),
+    ("run mnist --data MISSING", "not there"),
+    ("run mnist --data FILE", "is a file"),
+    ("run mnist --data EMPTY", "does not hold it"),
+    ("run mnist --data HALF", "no t10k-images"),
+    ("run mnist --data CORRUPT", "train-images-idx3-ubyte"),
+    ("run mnist --data embedded --engine graph --device cpu", "CUDA"),
+    ("run mnist --data embedded --engine compile --device cpu", "CUDA"),
+    ("run mnist --data embedded --batch-size 6 --accumulate 4 --device cpu", "--accumulate"),
+    ("data check mnist --data CORRUPT", "train-images-idx3-ubyte"),
+    ("data get mnist --data embedded", "folder"),
+    ("data get mnist --data EMPTY --mirror ftp://there", "http"),
+    ("report MISSING", "not there"),
+    ("report EMPTY", "no runs"),
+    ("report FILE", "JSON"),
+    ("report DONE --out FILE", "--out"),
+    ("report DONE --out OUT --markdown EMPTY", "--markdown"),
+    ("analyse EMPTY", "lamina run"),
+    ("analyse DONE --metric valid_nl", "'valid_nll'"),
+    ("analyse DONE --baseline no", "'none'"),
+    ("analyse DONE --target nan", "finite"),
+    ("analyse DONE --target low", "--target"),
+    ("analyse DONE --out EMPTY", "--out"),
+    ("bench --quick --out FILE/bench.json", "--out"),
+    ("bench --device tpu", "'tpu'"),
+    ("reproduce --only mnist, --runs OUT", "''"),
+    ("reproduce --runs FILE", "--runs"),
+    ("reproduce --runs OUT --out FILE", "--out"),
+    ("reproduce --seeds 0", "'0'"),
+]
+
+
+@pytest.mark.parametrize(("words", "part"), BAD, ids=[words for words, _ in BAD])
+def test_bad_input_is_one_line_and_code_2(capsys, tmp_path, monkeypatch, finished, words, part):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("LAMINA_DATA", raising=False)
+    (tmp_path / "FILE").write_text("a file")
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "DONE").symlink_to(finished)
+    stems = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+    for folder, names in (("HALF", stems[:2]), ("CORRUPT", stems)):
+        (tmp_path / folder / "mnist").mkdir(parents=True)
+        for name in names:
+            (tmp_path / folder / "mnist" / name).write_bytes(b"\0\0\x08\x03 this is not what it says")
+    before = sorted(p.name for p in finished.rglob("*"))
+    line = one_line(capsys, words.split(" "))
+    assert any(option in line for option in part.split("|"))
+    assert not list(tmp_path.rglob("config.json"))  # nothing has begun
+    assert sorted(p.name for p in finished.rglob("*")) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("words", [[*SMALL[:4], "--device", "cuda"], ["bench", "--device", "cuda"]])
+def test_cuda_that_is_not_there(capsys, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    assert "none found" in one_line(capsys, words)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write and read everywhere")
+@pytest.mark.parametrize("words", [[*SMALL, "--runs"], [*SMALL[:2], "--data"]])
+def test_folders_without_rights(capsys, tmp_path, words):
+    tmp_path.chmod(0)
+    try:
+        one_line(capsys, [*words, tmp_path / "below"])
+    finally:
+        tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [([], "--resume"), (["--resume", "--hidden", "9"], "config.hidden 8 stored and 9 now")],
+)
+def test_a_folder_that_holds_another_run(capsys, finished, more, part):
+    assert part in one_line(capsys, [*SMALL, "--runs", finished, *more])
+
+
+def test_a_folder_in_use(capsys, finished):
+    with runs.RunFolder.open(finished / HOME / "layer-batch_size128-seed0"):
+        assert "one process at a time" in one_line(capsys, [*SMALL, "--resume", "--runs", finished])
+
+
+def test_jobs_under_a_launcher(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "launcher" in one_line(capsys, [*SMALL, "--jobs", "2", "--runs", tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "part"),
+    [
+        (OSError(28, "No space left on device", "runs/x"), 1, "runs/x: No space left on device"),
+        (MemoryError("x"), 1, "not enough memory"),
+        (RuntimeError("CUDA out of memory. Tried to\nallocate"), 1, "smaller network"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ModuleNotFoundError("no", name="accelerate.utils"), 2, "lamina[lab]"),
+    ],
+)
+def test_errors_on_the_way(capsys, monkeypatch, tmp_path, error, code, part):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(workers, "carry_out", fails)
+    assert part in one_line(capsys, [*SMALL, "--runs", tmp_path], code)
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, tmp_path):
+    monkeypatch.setattr(workers, "carry_out", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        main([*SMALL, "--runs", str(tmp_path)])
+
+
+# Which runs
+
+
+def labels(sheet, seeds=(0,), stacked=False, **values):
+    configs = workers.combine(sheet, {k: v if isinstance(v, tuple) else (v,) for k, v in values.items()})
+    return [job.label for job in workers.jobs_for(sheet, configs, seeds, stacked)]
+
+
+def test_every_combination_and_seed_has_a_folder_of_its_own():
+    mnist = find("mnist")
+    found = labels(mnist, (0, 1), norm=("layer", "none"), batch_size=(128, 4), lr=(1e-3, 3e-4))
+    assert len(set(found)) == 16
+    assert found[:3] == [
+        "layer-batch_size128-seed0",
+        "layer-batch_size128-seed1",
+        "layer-batch_size128-lr0.0003-seed0",
+    ]
+    assert labels(mnist, (0, 1, 2), stacked=True, norm="none") == ["none-batch_size128-seeds0-2"]
+
+
+def test_a_label_follows_from_the_settings_alone():
+    """A process for one job of a sweep is told that job only, and must find the same folder."""
+    sheet = find("convnet")
+    swept = labels(sheet, norm=("layer", "batch"), batch_size=(128, 4))
+    assert swept == [
+        label for n in ("layer", "batch") for b in (128, 4) for label in labels(sheet, norm=n, batch_size=b)
+    ]
+
+
+def test_a_task_is_the_command_line_of_its_job(capsys, tmp_path, monkeypatch):
+    how = workers.How(runs=str(tmp_path), data="embedded", device="cpu", resume=True, keep_best=False)
+    how.command = "lamina run mnist --norm 'layer,none'"
+    sheet = find("mnist")
+    configs = workers.combine(sheet, {"norm": ("weight",), "lr": (3e-4,), "hidden": (7,), "clip": (1e-5,)})
+    jobs = workers.jobs_for(sheet, configs, (4, 5), stacked=True)
+    got = []
+    monkeypatch.setattr(workers, "carry_out", lambda *given: got.append(given) or 0)
+    monkeypatch.setattr(workers, "watch_parent", lambda: None)
+    assert main(workers._task_for(jobs[0], how, "x").arguments) == 0
+    ((theirs, received, _),) = got
+    assert theirs == jobs
+    assert received.command == how.command
+    assert (received.resume, received.restart, received.keep_best, received.jobs) == (True, False, False, 1)
+
+
+def test_small_settings_and_what_is_given_over_them(monkeypatch, tmp_path):
+    got = []
+    monkeypatch.setattr(workers, "carry_out", lambda jobs, *_: got.extend(jobs) or 0)
+    main(["run", "convnet", "--small", "--width", "3", "--data", "embedded", "--runs", str(tmp_path)])
+    assert (got[0].config.width, got[0].config.units, got[0].config.dataset) == (3, 64, "mnist")
+
+
+# Runs from end to end
+
+
+def test_runs_in_two_processes(capsys, tmp_path):
+    """One of them diverges: its message is shown, the other goes on, and the code says that one failed."""
+    words = [*SMALL, "--epochs", "3", "--lr", "1e-3,1e30", "--jobs", "2", "--runs", tmp_path]
+    out, err = said(capsys, *words, code=1)
+    assert "2 run(s) on EMBEDDED STAND-IN" in out
+    assert "lamina report" in out
+    assert "layer-batch_size128-seed0: finished, " in err
+    assert "layer-batch_size128-lr1e+30-seed0: layer-batch_size128-lr1e+30-seed0" not in err
+    assert next(line for line in err.splitlines() if "not finite" in line).startswith(
+        "layer-batch_size128-lr1e+30-seed0: "
+    )
+    assert "2 of 2 runs have ended, 1 of them failed" in err
+    folder = tmp_path / HOME / "layer-batch_size128-seed0"
+    assert json.loads((folder / "summary.json").read_text())["finished"]
+    header = json.loads((folder / "config.json").read_text())
+    assert header["command"].startswith("lamina run mnist --data embedded --hidden 8")
+    assert header["command"].endswith(f"--jobs 2 --runs {tmp_path}")
+    row = next(line for line in out.splitlines() if line.startswith("│") and "1e+30" not in line)
+    assert "(1)" in row
+    assert "layer-batch_size128-seed0" in row
+
+
+def test_finished_runs_are_passed_over(capsys, finished):
+    words = [*SMALL, "--norm", "layer,none", "--resume", "--runs", finished]
+    assert "2 of 2 runs are finished already" in said(capsys, *words, "--jobs", "2")[1]
+    assert said(capsys, *words, "--jobs", "1")[1].count("already finished") == 2
+
+
+def test_quiet(capsys, finished):
+    out, err = said(capsys, *SMALL, "--resume", "--quiet", "--runs", finished)
+    assert err == ""
+    assert "run(s)" not in out
+    assert "LN (hidden layers), batch size 128" in out
+
+
+def test_stacked_seeds(capsys, tmp_path):
+    out, _ = said(capsys, *SMALL, "--seeds", "2", "--first-seed", "3", "--stack", "--runs", tmp_path)
+    assert "1 run(s) (2 seeds, stacked)" in out
+    assert (tmp_path / HOME / "layer-batch_size128-seeds3-4" / "summary.json").exists()
+    assert "(2)" in out
+
+
+def test_report_and_analysis_of_runs(capsys, finished, tmp_path):
+    out, _ = said(capsys, "report", finished, "--out", tmp_path / "page", "--markdown", tmp_path / "R.md")
+    assert "EMBEDDED STAND-IN" in (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
+    assert (tmp_path / "R.md").exists()
+    assert f"report: {tmp_path / 'page' / 'report.html'}" in out
+    assert all(claim.name in out for claim in find("mnist").claims)
+    out, _ = said(capsys, "analyse", finished, "--metric", "train_nll", "--out", tmp_path / "a" / "b.json")
+    assert "no norm, batch size 128" in out
+    rows = json.loads((tmp_path / "a" / "b.json").read_text())["rows"]
+    assert [row["steps_to_best_ratio"]["n"] for row in rows] == [1, 1]
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def begun(folder):
+    return (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > 0
+
+
+def start(*words):
+    """A command in a process of its own; ends with the test whatever happens."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*PYTHON, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
+
+
+def stop(process, number, folders):
+    """Send the signal once every run has begun; each must leave a checkpoint, and the last line says what to do."""
+    wait_for(lambda: all(map(begun, folders)))
+    os.killpg(process.pid, number)  # as a terminal's Ctrl-C, which goes to the whole group
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert err.splitlines()[-1].startswith(f"lamina: {number.name}: ")
+    assert "--resume" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    for folder in folders:
+        found = runs.status(folder)
+        assert (found["finished"], found["running"]) == (False, False)
+        assert found["checkpoint"] > 0
+
+
+@pytest.mark.slow
+def test_sigterm_saves_a_checkpoint_and_resume_finishes(capsys, tmp_path):
+    words = [*LONG, "--epochs", 100, "--runs", tmp_path]
+    folder = tmp_path / HOME / "layer-batch_size128-seed0"
+    with start(*words) as process:
+        stop(process, signal.SIGTERM, [folder])
+    _, err = said(capsys, *words, "--resume")
+    assert "resumed at update" in err
+    assert runs.status(folder)["finished"]
+
+
+@pytest.mark.slow
+def test_sigint_goes_to_every_process(tmp_path):
+    folders = [tmp_path / HOME / f"{norm}-batch_size128-seed0" for norm in ("layer", "none")]
+    words = [*LONG, "--epochs", 5000, "--norm", "layer,none,weight", "--jobs", 2, "--runs", tmp_path]
+    with start(*words) as process:
+        stop(process, signal.SIGINT, folders)
+    assert not (tmp_path / HOME / "weight-batch_size128-seed0").exists()  # none is begun after a signal
+
+
+@pytest.mark.slow
+def test_children_end_with_a_parent_that_is_killed(tmp_path):
+    folders = [tmp_path / HOME / f"{norm}-batch_size128-seed0" for norm in ("layer", "none")]
+    with start(*LONG, "--epochs", 5000, "--norm", "layer,none", "--jobs", 2, "--runs", tmp_path) as process:
+        wait_for(lambda: all(map(begun, folders)))
+        process.kill()
+    wait_for(lambda: not any(runs.status(folder)["running"] for folder in folders), 20)
+    assert all(runs.status(folder)["checkpoint"] for folder in folders)  # and in good order
+    assert not any(runs.status(folder)["finished"] for folder in folders)
+
+
+def test_reproduce_and_again(capsys, tmp_path):
+    words = ["reproduce", "--only", "mnist", "--seeds", "1", "--epochs", "0.02", "--jobs", "1", "--device", "cpu"]
+    words += ["--runs", tmp_path / "runs", "--out", tmp_path / "out"]
+    out, err = said(capsys, *words)
+    sheet = find("mnist")
+    variants = len(sheet.small_sweep["norm"]) * len(sheet.small_sweep["batch_size"])
+    assert len(list((tmp_path / "runs" / HOME).iterdir())) == variants
+    assert err.count(": finished, ") == variants
+    assert (tmp_path / "out" / "report.html").exists()
+    assert f"report: {tmp_path / 'out' / 'report.html'}" in out
+    assert all(claim.name in out for claim in sheet.claims)
+    assert "EMBEDDED STAND-IN" in out
+    _, err = said(capsys, *words)
+    assert err.count("already finished") == variants
+
+
+# The machine and the data
+
+
+def test_bench_writes_a_record(capsys, tmp_path):
+    out, _ = said(capsys, "bench", "--quick", "--device", "cpu", "--out", tmp_path / "bench.json")
+    record = records.load(tmp_path / "bench.json")
+    assert (record["kind"], record["name"], record["device"]) == ("bench", "train", "cpu")
+    assert [row["norm"] for row in record["rows"]] == list(find("mnist").norms)
+    for row in record["rows"]:
+        assert row["milliseconds"]["n"] == len(row["milliseconds"]["values"]) == 2
+        assert min(row["milliseconds"]["values"]) > 0
+    plain = next(row for row in record["rows"] if row["norm"] == "none")
+    layer = next(row for row in record["rows"] if row["norm"] == "layer")
+    assert plain["ratio_to_none"]["values"] == [1, 1]
+    ratio = layer["milliseconds"]["values"][0] / plain["milliseconds"]["values"][0]
+    assert layer["ratio_to_none"]["values"][0] == pytest.approx(ratio, rel=1e-4)
+    assert "Ratio to none" in out
+
+
+def test_info(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("LAMINA_DATA", str(tmp_path))
+    out, _ = said(capsys, "info")
+    lines = dict(line.split(":", 1) for line in out.splitlines())
+    assert "torch" in lines["versions"]
+    assert str(tmp_path) in lines["data"]
+    for name in ("lamina.LSTM", "lamina.GRU", "lamina.LayerNorm"):
+        assert len(lines[name].split(":")) > 1  # the backend and why
+
+
+def test_data_table_and_check(capsys, tmp_path):
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "train-images-idx3-ubyte").write_bytes(b"x")
+    out, _ = said(capsys, "data", "--data", tmp_path)
+    lines = {line.split()[1]: line for line in out.splitlines() if line.startswith("│")}
+    assert "incomplete" in lines["mnist"]
+    assert "absent" in lines["cifar10"]
+    assert "MIT" in lines["fashion_mnist"]
+    assert "EMBEDDED STAND-IN" in said(capsys, "data", "check", "mnist", "--data", "embedded")[0]
+
+
+# Speed of convergence
+
+
+def record_of(curves):
+    """A record with a run for each (norm, seed): validation figures at updates 10, 20, ..."""
+    every = [
+        {
+            "config": dataclasses.asdict(find("mnist").config(norm=norm)),
+            "seed": seed,
+            "finished": True,
+            "steps": 10 * len(values),
+            "curve": {"step": [10 * (k + 1) for k in range(len(values))], "valid_nll": values},
+            "extras": {},
+        }
+        for (norm, seed), values in curves.items()
+    ]
+    data = {"name": "mnist", "kind": "real", "label": "MNIST"}
+    return {"schema": 1, "kind": "experiment", "experiment": "mnist", "data": data, "runs": every}
+
+
+def test_convergence_is_compared_seed_by_seed():
+    curves = {
+        ("none", 0): [5, 4, 3, 2],
+        ("none", 1): [5, 4, 1, 2],
+        ("layer", 0): [5, 2, 1.5, 1.6],
+        ("layer", 1): [3, 2.5, 2.1, 1.9],
+        ("batch", 0): [9, 9, 9, None],
+    }
+    layer, batch, none = convergence.analyse(record_of(curves), None, None, "none")
+    assert none["target"] == layer["target"] == 2  # the worse of the baseline's best: 2 and 1
+    assert none["steps_to_best"]["values"] == [40, 30]
+    assert none["steps_to_best_ratio"]["values"] == [1, 1]
+    assert layer["steps_to_best"]["values"] == [30, 40]
+    assert layer["steps_to_best_ratio"]["values"] == [0.75, pytest.approx(4 / 3, rel=1e-5)]
+    assert layer["steps_to_target"]["values"] == [20, 40]
+    assert layer["steps_to_target_ratio"]["values"] == [0.5, pytest.approx(4 / 3, rel=1e-5)]
+    assert (batch["steps_to_target"]["values"], batch["steps_to_target"]["mean"]) == ([None], None)
+    assert convergence.cells(batch)[-2:] == ["never in 1 of 1", "never in 1 of 1"]
+
+
+def test_convergence_to_a_target_without_a_baseline():
+    (row,) = convergence.analyse(record_of({("layer", 0): [3.0, 2.0]}), "valid_nll", 2.0, "none")
+    assert row["steps_to_target"]["values"] == [20]
+    assert row["steps_to_target_ratio"]["n"] == 0
+    assert convergence.cells(row)[-1] == "-"

@@ -1,0 +1,396 @@
+"""The training loop: resumed equals untouched, two processes equal one, engines agree, failures lose nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from lamina import engine, experiments
+from lamina.errors import InputError, RunError
+from lamina.experiments import images
+from lamina.progress import Reporter
+from lamina.sheets import SHEETS, Job, find
+from lamina.sheets.convnet import ConvnetConfig
+from lamina.sheets.mnist import MnistConfig
+from lamina.train import Interrupted, Settings, train
+
+from . import kills
+
+SMALL = MnistConfig(hidden=32, epochs=4, batch_size=64, log_every=5, checkpoint_every=9)
+
+
+@pytest.fixture
+def say():
+    with Reporter(Console(quiet=True)) as reporter:
+        yield reporter
+
+
+def job(experiment="mnist", config=SMALL, seeds=(0,), vary=("norm", "batch_size"), **changes) -> Job:
+    return Job(experiment, dataclasses.replace(config, **changes), seeds, vary)
+
+
+def settings(tmp_path, **changes) -> Settings:
+    return Settings(**{"root": "embedded", "runs": tmp_path, "device": "cpu", **changes})
+
+
+def read(tmp_path, wanted: Job, kind: str) -> list[dict]:
+    folder = next(tmp_path.glob(f"{wanted.experiment}/*/{wanted.label}"))
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in found if line["kind"] == kind]
+
+
+class Signaller(Reporter):
+    """Sends this process a signal when the run reports for the n-th time."""
+
+    def __init__(self, number: int, after: int) -> None:
+        super().__init__(Console(quiet=True))
+        self.number, self.after = number, after
+
+    def advance(self, *arguments, **named) -> None:
+        self.after -= 1
+        if self.after == 0:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_signal_saves_and_the_resumed_run_is_the_untouched_one(tmp_path, say, number, code, after):
+    wanted, handler = job(norm="batch", bias_correction="kiros", clip=1.0), signal.getsignal(number)
+    train([wanted], settings(tmp_path / "whole"), say)
+    with pytest.raises(Interrupted) as raised, Signaller(number, after) as signaller:
+        train([wanted], settings(tmp_path / "parts"), signaller)
+    assert raised.value.exit_code == code
+    assert signal.getsignal(number) is handler  # put back
+    train([wanted], settings(tmp_path / "parts", resume=True), say)
+    for kind in ("log", "eval"):
+        assert read(tmp_path / "parts", wanted, kind) == read(tmp_path / "whole", wanted, kind)
+        assert read(tmp_path / "whole", wanted, kind)
+    assert kills.final_state(tmp_path / "parts", wanted) == kills.final_state(tmp_path / "whole", wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # Python 3.12 on fork
+def test_ten_kills_lose_nothing(tmp_path):
+    short = dataclasses.replace(kills.JOB, config=dataclasses.replace(kills.JOB.config, epochs=10))
+    found = kills.soak(10, tmp_path, seed=1, job=short)
+    assert found["kills"] == 10
+    assert found["identical"]
+
+
+def test_a_torn_last_checkpoint_and_metrics_line_are_survived(tmp_path, say):
+    wanted = job(norm="layer")
+    train([wanted], settings(tmp_path / "whole"), say)
+    with pytest.raises(Interrupted), Signaller(signal.SIGTERM, 5) as signaller:
+        train([wanted], settings(tmp_path / "torn"), signaller)
+    folder = kills.folder(tmp_path / "torn", wanted)
+    newest = max((folder / "checkpoints").glob("step-*")) / "weights.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'{"kind": "log", "st')
+    train([wanted], settings(tmp_path / "torn", resume=True), say)
+    for kind in ("log", "eval"):
+        assert read(tmp_path / "torn", wanted, kind) == read(tmp_path / "whole", wanted, kind)
+
+
+def test_finished_runs_are_passed_over_and_never_overwritten(tmp_path, say):
+    wanted = job(norm="none", epochs=0.5)
+    train([wanted], settings(tmp_path), say)
+    before = (kills.folder(tmp_path, wanted) / "metrics.jsonl").read_bytes()
+    train([wanted], settings(tmp_path, resume=True), say)
+    with pytest.raises(InputError, match="--resume"):
+        train([wanted], settings(tmp_path), say)
+    assert (kills.folder(tmp_path, wanted) / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_settings_are_refused_on_resume(tmp_path, say):
+    train([job(epochs=0.5)], settings(tmp_path), say)
+    with pytest.raises(InputError, match=r"lr.*0\.01"):
+        train([job(epochs=0.5, lr=0.01)], settings(tmp_path, resume=True), say)
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_accumulated_parts_are_the_whole_batch(tmp_path, say, accumulate):
+    """Layer norm treats cases apart, so only the order of summation differs: float32 rounding over 70 updates."""
+    whole, parts = job(), job(accumulate=accumulate)
+    train([whole], settings(tmp_path / "whole"), say)
+    train([parts], settings(tmp_path / "parts"), say)
+    compare_curves(tmp_path / "parts", tmp_path / "whole", whole, 1e-4)
+
+
+def compare_curves(one: Path, other: Path, wanted: Job, relative: float) -> None:
+    pairs = list(zip(read(one, wanted, "log"), read(other, wanted, "log")))
+    assert len(pairs) > 5
+    for a, b in pairs:
+        assert a["step"] == b["step"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=relative)
+    for a, b in zip(read(one, wanted, "eval"), read(other, wanted, "eval")):
+        assert a["test_nll"] == pytest.approx(b["test_nll"], rel=relative)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_loss_curve_of_one(tmp_path, say):
+    """The same global batch: gradients are means of two halves, so curves agree to float32 rounding (1e-4)."""
+    wanted = job()
+    train([wanted], settings(tmp_path / "one"), say)
+    options = "--hidden 32 --epochs 4 --batch-size 64 --log-every 5 --checkpoint-every 9 --device cpu --data embedded"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
+    command = [*launcher, "lamina", "run", "mnist", *options.split(), "--runs", str(tmp_path / "two")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    compare_curves(tmp_path / "two", tmp_path / "one", wanted, 1e-4)
+    summary = json.loads((kills.folder(tmp_path / "two", wanted) / "summary.json").read_text())
+    assert summary["processes"] == 2
+
+
+def test_batch_must_divide_over_its_parts(tmp_path, say):
+    with pytest.raises(InputError, match="divide evenly"):
+        train([job(batch_size=10, accumulate=4)], settings(tmp_path), say)
+
+
+def test_stacked_seeds_train_as_they_would_alone(tmp_path, say):
+    together, alone = job(seeds=(4, 5)), [job(seeds=(4,)), job(seeds=(5,))]
+    train([together, *alone], settings(tmp_path), say)
+    lines = read(tmp_path, together, "log")
+    for single in alone:
+        mine = [line for line in lines if line["seed"] == single.seeds[0]]
+        theirs = read(tmp_path, single, "log")
+        assert len(mine) == len(theirs) > 5
+        for a, b in zip(mine, theirs):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+
+
+def test_side_by_side_changes_nothing(tmp_path, say):
+    jobs = [job(norm=norm) for norm in ("layer", "batch", "none")]
+    train(jobs, settings(tmp_path / "together", together=3), say)
+    train(jobs, settings(tmp_path / "alone"), say)
+    for each in jobs:
+        assert read(tmp_path / "together", each, "log") == read(tmp_path / "alone", each, "log")
+    summary = json.loads((kills.folder(tmp_path / "together", jobs[0]) / "summary.json").read_text())
+    assert summary["side_by_side"] == 3
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_what_was(tmp_path, say):
+    wanted = job(norm="none", lr=1e-3)
+    with pytest.raises(Interrupted), Signaller(signal.SIGTERM, 3) as signaller:
+        train([wanted], settings(tmp_path), signaller)
+    folder = kills.folder(tmp_path, wanted)
+    before = {path: path.read_bytes() for path in folder.glob("checkpoints/*/*")}
+    poisoned = images.loss
+    try:
+        experiments.module_of("mnist").loss = lambda model, batch: poisoned(model, batch) * math.nan
+        with pytest.raises(RunError, match=r"not finite at update \d+ \(seeds \[0\]\).*Lower --lr"):
+            train([wanted], settings(tmp_path, resume=True), say)
+    finally:
+        experiments.module_of("mnist").loss = poisoned
+    assert before == {path: path.read_bytes() for path in before}
+    train([wanted], settings(tmp_path, resume=True), say)
+    assert (folder / "summary.json").exists()
+
+
+def test_one_diverged_seed_of_a_stack_is_recorded_as_such(tmp_path, say, monkeypatch):
+    healthy = images.loss
+    module = experiments.module_of("mnist")
+    built = iter([1.0, math.nan])
+    original = module.build
+
+    def build(config, splits):
+        model = original(config, splits)
+        with torch.no_grad():
+            model[1].weight.mul_(next(built))
+        return model
+
+    monkeypatch.setattr(module, "build", build)
+    wanted = job(norm="none", seeds=(0, 1), epochs=1)
+    train([wanted], settings(tmp_path), say)
+    assert healthy is images.loss
+    by_seed = {seed: [x["loss"] for x in read(tmp_path, wanted, "log") if x["seed"] == seed] for seed in (0, 1)}
+    assert all(math.isfinite(x) for x in by_seed[0])
+    assert by_seed[1] == [None] * len(by_seed[0])
+
+
+def test_evaluation_is_off_the_clock(tmp_path, say, monkeypatch):
+    module = experiments.module_of("mnist")
+    original = module.evaluate
+
+    def slow(*arguments):
+        time.sleep(0.5)
+        return original(*arguments)
+
+    monkeypatch.setattr(module, "evaluate", slow)
+    wanted = job(epochs=2)
+    began = time.perf_counter()
+    train([wanted], settings(tmp_path), say)
+    summary = json.loads((kills.folder(tmp_path, wanted) / "summary.json").read_text())
+    assert time.perf_counter() - began > 1.0
+    assert summary["seconds"] < time.perf_counter() - began - 0.9
+
+
+def test_evaluations_fall_on_their_epochs(tmp_path, say):
+    wanted = job(epochs=3, eval_every=0.5, batch_size=100, checkpoint_every=1000)
+    train([wanted], settings(tmp_path), say)
+    cases = 1297 - 1297 // 10
+    expected = [math.ceil(k * 0.5 * cases / 100) for k in range(1, 7)]
+    assert [line["step"] for line in read(tmp_path, wanted, "eval")] == expected
+
+
+def test_best_and_last_two_checkpoints_are_kept(tmp_path, say):
+    wanted = job(epochs=6, checkpoint_every=10)
+    train([wanted], settings(tmp_path), say)
+    folder = kills.folder(tmp_path, wanted)
+    steps = sorted(int(p.name.removeprefix("step-")) for p in (folder / "checkpoints").glob("step-*"))
+    best = min(read(tmp_path, wanted, "eval"), key=lambda line: line["valid_nll"])["step"]
+    assert json.loads((folder / "best.json").read_text())["step"] == best
+    assert best in steps
+    assert len(set(steps) - {best}) <= 2
+    assert steps[-1] == read(tmp_path, wanted, "eval")[-1]["step"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_other_precisions_run(tmp_path, say, precision):
+    wanted = job(precision=precision, epochs=1)
+    train([wanted], settings(tmp_path), say)
+    assert read(tmp_path, wanted, "eval")[-1]["test_nll"] < 2.3
+
+
+@pytest.mark.parametrize("norm", list(SHEETS["convnet"].norms))
+def test_convnet_runs_and_measures_its_border(tmp_path, say, norm):
+    config = ConvnetConfig(dataset="mnist", width=4, units=16, epochs=1, batch_size=64, lr=3e-3)
+    wanted = Job("convnet", dataclasses.replace(config, norm=norm))
+    train([wanted], settings(tmp_path), say)
+    folder = next(tmp_path.glob(f"convnet/mnist-embedded/{wanted.label}"))
+    extras = json.loads((folder / "extras.json").read_text())["0"]
+    assert extras["conv1_distance"] == [0, 1, 2, 3]
+    assert extras["conv4_distance"] == [0, 1]
+    assert all(0 <= value <= 1 for value in extras["conv1_active"])
+    assert read(tmp_path, wanted, "eval")[-1]["train_nll"] < 2.4
+
+
+def test_border_statistics_by_hand():
+    """A 4x4 picture: 12 positions at distance 0, 4 at distance 1."""
+    module = experiments.module_of("convnet")
+    rings = module._distance(4, 4)
+    assert rings.tolist() == [[0, 0, 0, 0], [0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
+    layer = module.Conv2d(1, 1, 1, norm=None)
+    with torch.no_grad():
+        layer.weight.fill_(1)
+        layer.bias.zero_()
+    x = torch.where(rings == 1, 3.0, -1.0).reshape(1, 1, 4, 4)
+    found = module._border("c", layer, x)
+    assert found["c_active"] == [0.0, 1.0]
+    mean, deviation = x.mean(), x.std()
+    assert found["c_mean"] == pytest.approx([((-1 - mean) / deviation).item(), ((3 - mean) / deviation).item()])
+    assert found["c_var"] == [0.0, 0.0]
+
+
+def test_every_norm_starts_from_the_same_weights():
+    splits = images.splits(_digits(), SMALL)
+    models = {}
+    for norm in SHEETS["mnist"].norms:
+        torch.manual_seed(1)
+        models[norm] = experiments.module_of("mnist").build(dataclasses.replace(SMALL, norm=norm), splits)
+    assert all(torch.equal(m[k].weight, models["layer"][k].weight) for m in models.values() for k in (1, 2, 3))
+    x = torch.randn(5, 8, 8)
+    torch.testing.assert_close(models["none"](x), models["weight"](x))
+
+
+def _digits():
+    from lamina import data
+
+    return data.load("mnist", "embedded")
+
+
+def test_validation_cases_are_the_first_and_never_trained_on():
+    dataset = _digits()
+    splits = images.splits(dataset, SMALL)
+    held = len(splits["valid"][0])
+    assert held == 1297 // 10
+    assert torch.equal(splits["valid"][0], torch.from_numpy(dataset.arrays["train_x"][:held]))
+    assert torch.equal(splits["train"][0], torch.from_numpy(dataset.arrays["train_x"][held:]))
+
+
+class Place:
+    """An accelerator as the choice of an engine sees it."""
+
+    def __init__(self, kind: str, processes: int = 1) -> None:
+        self.device, self.num_processes = torch.device(kind), processes
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "processes", "changes", "updates", "chosen"),
+    [
+        ("auto", "cpu", 1, {}, 10**6, "eager"),
+        ("auto", "cuda", 1, {}, 10, "graph"),
+        ("auto", "cuda", 1, {}, 10**6, "compile"),
+        ("auto", "cuda", 2, {}, 10**6, "eager"),
+        ("auto", "cuda", 1, {"precision": "fp16"}, 10**6, "eager"),
+        ("eager", "cuda", 1, {}, 10**6, "eager"),
+        ("graph", "cuda", 1, {}, 10**6, "graph"),
+        ("graph", "cpu", 1, {}, 10, None),
+        ("compile", "cuda", 2, {}, 10, None),
+        ("grph", "cuda", 1, {}, 10, None),
+    ],
+)
+def test_engine_choice(asked, kind, processes, changes, updates, chosen):
+    config = dataclasses.replace(SMALL, **changes)
+    arguments = (asked, Place(kind, processes), config, find("mnist"), updates)
+    if chosen is None:
+        with pytest.raises(InputError):
+            engine.choose(*arguments)
+    else:
+        name, reason = engine.choose(*arguments)
+        assert name == chosen
+        assert reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["graph", "compile"])
+@pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
+@pytest.mark.parametrize("norm", ["layer", "batch", "weight"])
+def test_captured_engines_follow_the_eager_one(tmp_path, say, name, seeds, norm):
+    torch.use_deterministic_algorithms(False)
+    wanted = job(norm=norm, seeds=seeds, epochs=2, clip=5.0)
+    for each in ("eager", name):
+        train([wanted], settings(tmp_path / each, device="cuda", engine=each), say)
+    compare_curves(tmp_path / name, tmp_path / "eager", wanted, 1e-3)
+
+
+@pytest.mark.gpu
+def test_a_captured_run_resumes(tmp_path, say):
+    torch.use_deterministic_algorithms(False)
+    wanted = job(norm="batch", seeds=(0, 1))
+    train([wanted], settings(tmp_path / "whole", device="cuda", engine="graph"), say)
+    with pytest.raises(Interrupted), Signaller(signal.SIGTERM, 3) as signaller:
+        train([wanted], settings(tmp_path / "parts", device="cuda", engine="graph"), signaller)
+    train([wanted], settings(tmp_path / "parts", device="cuda", engine="graph", resume=True), say)
+    compare_curves(tmp_path / "parts", tmp_path / "whole", wanted, 1e-3)
+
+
+@pytest.mark.gpu
+def test_captured_runs_side_by_side(tmp_path, say):
+    torch.use_deterministic_algorithms(False)
+    jobs = [job(norm=norm, epochs=2) for norm in ("layer", "batch", "none")]
+    train(jobs, settings(tmp_path / "together", device="cuda", engine="graph", together=3), say)
+    train(jobs, settings(tmp_path / "alone", device="cuda", engine="graph", together=1), say)
+    for each in jobs:
+        compare_curves(tmp_path / "together", tmp_path / "alone", each, 1e-4)
+
+
+def test_folders_are_let_go(tmp_path, say):
+    """After a failure a second attempt in the same process finds no lock in its way."""
+    wanted = job(epochs=0.2)
+    with ExitStack(), pytest.raises(InputError):
+        train([wanted, job(batch_size=10, accumulate=4)], settings(tmp_path, together=2), say)
+    train([wanted], settings(tmp_path, restart=True), say)
