@@ -218,6 +218,10 @@ def _values(sheet: Sheet, given: Mapping[str, str], small: bool) -> dict[str, Se
 
 def _run(sheet: Sheet, given: Mapping[str, str], how: How) -> None:
     configs = workers.combine(sheet, _values(sheet, given, how.small))
+    if how.tuned is not None:
+        from . import records, tuning
+
+        configs = [tuning.apply(records.load(how.tuned), sheet.name, config, tuple(given)) for config in configs]
     how.check(sheet)
     if how.worker_of is not None:
         workers.watch_parent()
@@ -435,6 +439,22 @@ def analyse(
     title = "Updates until ...; ratios are to the baseline's, seed by seed"
     _table(title, convergence.COLUMNS, [convergence.cells(row) for row in rows])
     _write_json(out, {"schema": 1, "kind": "convergence", "baseline": baseline, "rows": rows})
+
+
+@app.command()
+def tune(
+    paths: PathsArgument = None,
+    out: Annotated[str, typer.Option(help="folder for the records")] = "runs",
+) -> None:
+    """Of runs over a grid (lamina run NAME --lr A,B,C), the settings that validate best, for lamina run --tuned."""
+    from . import records, tuning
+
+    places = _places(paths)
+    writable_folder(out, "--out")
+    for record in tuning.choose(places):
+        rows = [[*map(str, row.values())] for row in record["chosen"]]
+        _table(f"{record['experiment']}, {record['data']['label']}: {record['metric']}", [*record["chosen"][0]], rows)
+        _say(f"record: {records.save(record, out)}")
 
 
 def _write_json(out: str | None, record: dict[str, Any]) -> None:

@@ -12,16 +12,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+COMMIT_VARIABLE = "LAMINA_COMMIT"  # the commit of a copy that carries no .git, as its maker knows it
+
 
 def environment() -> dict[str, Any]:
     """Versions, commit and machine, for a run's header; no host, user or path."""
     from . import __version__
 
-    commit = _git("rev-parse", "HEAD") if _git("ls-files", "--error-unmatch", "__init__.py") else None
+    tracked = _git("ls-files", "--error-unmatch", "__init__.py")
+    commit = _git("rev-parse", "HEAD") if tracked else os.environ.get(COMMIT_VARIABLE)
     return {
         "lamina": __version__,
         "commit": commit,
-        "dirty": None if commit is None else bool(_git("status", "--porcelain", "--", ".")),
+        "dirty": bool(_git("status", "--porcelain", "--", ".")) if tracked else None,
         "versions": _versions(),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "gpu": _gpu(), "system": _system()},
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),

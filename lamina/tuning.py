@@ -36,7 +36,8 @@ def _tuned(record: Mapping[str, Any]) -> dict[str, Any]:
     searched = _searched(record["runs"], sheet)
     rows = [_row(sheet, variant, searched, runs) for variant, runs in _groups(record["runs"], [*sheet.vary, *searched])]
     kept = {k: record[k] for k in ("schema", "experiment", "data", "environment", "commands") if k in record}
-    return {**kept, "kind": "tuning", "metric": f"lowest {sheet.headline}", "searched": searched, "rows": rows,
+    name = f"{record['experiment']}-{record['data']['name']}"
+    return {**kept, "kind": "tuning", "name": name, "metric": f"lowest {sheet.headline}", "searched": searched, "rows": rows,
             "chosen": _best(rows, sheet.vary)}  # fmt: skip
 
 
@@ -76,11 +77,17 @@ def _best(rows: list[dict[str, Any]], vary: tuple[str, ...]) -> list[dict[str, A
     return [{**row["variant"], **row["setting"]} for row in best.values()]
 
 
-def apply(record: Mapping[str, Any], config: Config) -> Config:
-    """``config`` with what was chosen for its variant."""
-    sheet = find(record["experiment"])
+def apply(record: Mapping[str, Any], experiment: str, config: Config, given: tuple[str, ...] = ()) -> Config:
+    """``config`` with what was chosen for its variant; settings the user gave are not to be overruled."""
+    if record.get("kind") != "tuning" or record.get("experiment") != experiment:
+        received = f"a record of kind {record.get('kind')!r}, experiment {record.get('experiment')!r}"
+        raise fail(f"--tuned needs a tuning record of {experiment}", received, "Make one with lamina tune.")
+    clash = [name for name in record["searched"] if name in given]
+    if clash:
+        raise fail("--tuned chooses what it searched", f"--{clash[0]} as well", "Pass one of them.")
+    vary = find(experiment).vary
     for chosen in record["chosen"]:
-        if all(chosen[k] == getattr(config, k) for k in sheet.vary):
-            return dataclasses.replace(config, **{k: v for k, v in chosen.items() if k not in sheet.vary})
-    variant = {k: getattr(config, k) for k in sheet.vary}
+        if all(chosen[k] == getattr(config, k) for k in vary):
+            return dataclasses.replace(config, **{k: v for k, v in chosen.items() if k not in vary})
+    variant = {k: getattr(config, k) for k in vary}
     raise fail("--tuned needs a record that covers every variant", f"none for {variant}", "Tune that variant too.")

@@ -123,6 +123,7 @@ class How:
     first_seed: Annotated[int, _option("the first of them", metavar="N", parser=whole(0, 2**31))] = 0
     stack: Annotated[bool | None, _option("train all seeds as one model (default: on a GPU)")] = None
     small: Annotated[bool, _option("begin from the small settings of lamina reproduce", "--small")] = False
+    tuned: Annotated[str | None, _option("record of lamina tune: each variant with what was chosen for it")] = None
     data: Annotated[str | None, _option("folder with the data sets, or embedded for the stand-in")] = None
     runs: Annotated[str, _option("folder for the runs")] = "runs"
     device: Annotated[str, _option("auto, cpu or cuda")] = "auto"
@@ -156,7 +157,11 @@ class How:
 
     def uses_cuda(self) -> bool:
         """Whether runs will be on a GPU; only there can an update be captured."""
-        cuda = self.device != "cpu" and _has_cuda()
+        cuda = False
+        if self.device != "cpu":
+            import torch
+
+            cuda = torch.cuda.is_available()
         if self.device == "cuda" and not cuda:
             raise fail("--device cuda needs a CUDA device", "none found", "Use --device auto.")
         if self.engine in ("graph", "compile") and not cuda:
@@ -195,12 +200,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 # Here, or in processes of their own
 
 
@@ -237,8 +236,7 @@ def _in_processes(jobs: Sequence[Job], how: How, data: Mapping[str, str], limit:
     left = [job for job, folder in zip(jobs, folders) if not (how.resume and _is_done(job, folder))]
     if len(left) < len(jobs):
         say.line(f"{len(jobs) - len(left)} of {len(jobs)} runs are finished already")
-    several = len(data) > 1
-    tasks = [_task_for(job, how, f"{job.experiment}/{job.label}" if several else job.label) for job in left]
+    tasks = [_task_for(job, how, f"{job.experiment}/{job.label}" if len(data) > 1 else job.label) for job in left]
     return Pool(tasks, limit, say).run()
 
 
@@ -306,9 +304,8 @@ class Pool:
     asked: list[int] = field(default_factory=list)  # signals that came, in their order
 
     def __post_init__(self) -> None:
-        self._waiting, self._running = list(self.tasks), list[_Child]()
+        self._waiting, self._running, self._bars = list(self.tasks), list[_Child](), set[str]()
         self._lines: queue.Queue[tuple[Task, str]] = queue.Queue()
-        self._bars: set[str] = set()
 
     def run(self) -> int:
         """Carry out every task; returns the worst exit code of them."""
@@ -334,8 +331,8 @@ class Pool:
     def _start(self) -> None:
         while self._waiting and len(self._running) < self.limit and not self.asked:
             task = self._waiting.pop(0)
-            # A session of its own: Ctrl-C reaches the parent alone, which passes it on once. A second SIGINT would
-            # end a child before its checkpoint is written.
+            # A session of its own: Ctrl-C reaches the parent alone, which passes it on once. A second would end a child
+            # before its checkpoint is written.
             process = subprocess.Popen(
                 [sys.executable, "-m", "lamina", *task.arguments],
                 stdin=subprocess.PIPE,
