@@ -37,8 +37,8 @@ def _tuned(record: Mapping[str, Any]) -> dict[str, Any]:
     rows = [_row(sheet, variant, searched, runs) for variant, runs in _groups(record["runs"], [*sheet.vary, *searched])]
     kept = {k: record[k] for k in ("schema", "experiment", "data", "environment", "commands") if k in record}
     name = f"{record['experiment']}-{record['data']['name']}"
-    return {**kept, "kind": "tuning", "name": name, "metric": f"lowest {sheet.headline}", "searched": searched, "rows": rows,
-            "chosen": _best(rows, sheet.vary)}  # fmt: skip
+    found = {"searched": searched, "rows": rows, "chosen": _best(rows, sheet.vary)}
+    return {**kept, "kind": "tuning", "name": name, "metric": f"lowest {sheet.headline}", **found}
 
 
 def _searched(runs: Iterable[Run], sheet: Sheet) -> list[str]:
