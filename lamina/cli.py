@@ -317,12 +317,15 @@ def report(
     paths: PathsArgument = None,
     out: Annotated[str, typer.Option(help="folder for page, figures and records")] = "report",
     markdown: Annotated[str | None, typer.Option(help="where RESULTS.md goes instead")] = None,
+    until: Annotated[float | None, typer.Option(help="judge every run at this epoch (default: at its end)")] = None,
 ) -> None:
     """Runs and records as one page (report.html), RESULTS.md, figures and records."""
     places = _places(paths)
     writable_folder(out, "--out")
     _check_file(markdown, "--markdown")
-    _report(places, out, markdown)
+    if until is not None and not (math.isfinite(until) and until > 0):
+        raise fail("--until must be an epoch above 0", repr(until), "Leave it out for the runs' own ends.")
+    _report(places, out, markdown, until)
 
 
 def _places(paths: Sequence[str] | None) -> list[Path]:
@@ -342,11 +345,11 @@ def _check_file(path: str | None, name: str) -> None:
         writable_folder(Path(path).parent, f"the folder of {name}")
 
 
-def _report(places: Sequence[Path], out: str, markdown: str | None) -> None:
+def _report(places: Sequence[Path], out: str, markdown: str | None, until: float | None = None) -> None:
     from . import records
     from .report import build
 
-    built = build(places, out, markdown=markdown)
+    built = build(places, out, markdown=markdown, until=until)
     _show_notes(built.notes)
     for record in map(records.load, built.records):
         rows = [[claim["name"], VERDICTS[claim["held"]], claim["measured"]] for claim in record["claims"]]

@@ -126,7 +126,7 @@ class Captured:
     host.
     """
 
-    burst = 16
+    burst = 64  # enough queued work for the GPU while the host logs or evaluates another run
     WARM_UP = 3
 
     def __init__(self, update: Update, batches: Batches, step: int) -> None:

@@ -12,15 +12,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-COMMIT_VARIABLE = "LAMINA_COMMIT"  # the commit of a copy that carries no .git, as its maker knows it
+COMMIT_VARIABLE = "LAMINA_COMMIT"  # the commit of a copy whose .git is absent or behind, as its maker knows it
 
 
 def environment() -> dict[str, Any]:
     """Versions, commit and machine, for a run's header; no host, user or path."""
     from . import __version__
 
-    tracked = _git("ls-files", "--error-unmatch", "__init__.py")
-    commit = _git("rev-parse", "HEAD") if tracked else os.environ.get(COMMIT_VARIABLE)
+    told = os.environ.get(COMMIT_VARIABLE)
+    tracked = None if told else _git("ls-files", "--error-unmatch", "__init__.py")
+    commit = _git("rev-parse", "HEAD") if tracked else told
     return {
         "lamina": __version__,
         "commit": commit,

@@ -255,6 +255,26 @@ def without_doubles(runs: Sequence[tuple[dict[str, Any], str]], notes: list[str]
     return [run for run, _ in kept.values()]
 
 
+def cut(record: Record, until: float) -> Record:
+    """The record with every run ended at epoch ``until``: runs that were stopped at different ends compare there."""
+    if record["kind"] != "experiment":
+        return record
+    runs = [_cut_run(run, until) for run in record["runs"]]
+    stopped = sum(now["finished"] and not then["finished"] for now, then in zip(runs, record["runs"]))
+    said = f"Every run is drawn and judged up to epoch {until:g}."
+    said += f" {stopped} of {len(runs)} were stopped after it, before their last epoch." if stopped else ""
+    return judged({**record, "runs": runs, "until_epoch": until, "notes": [*record.get("notes", []), said]})
+
+
+def _cut_run(run: Mapping[str, Any], until: float) -> dict[str, Any]:
+    epochs = run["curve"].get("epoch", [])
+    count = sum(epoch <= until + 1e-3 for epoch in epochs)  # an evaluation falls on the first update past its epoch
+    curve = {key: values[:count] for key, values in run["curve"].items()}
+    reached = run["finished"] or any(epoch >= until for epoch in epochs)
+    shorter = {"steps": curve["step"][-1], "seconds": curve["seconds"][-1]} if count else {}
+    return {**run, **shorter, "curve": curve, "finished": reached}
+
+
 def name(record: Record) -> str:
     """The record's name in files and links: ``mnist-mnist``, ``mnist-digits-embedded``."""
     if record["kind"] != "experiment":

@@ -75,6 +75,7 @@ def build(
     out: str | os.PathLike[str],
     *,
     markdown: str | os.PathLike[str] | None = None,
+    until: float | None = None,
 ) -> Report:
     """Write ``report.html``, RESULTS.md, figures and records under ``out``; the same input gives the same bytes.
 
@@ -82,6 +83,7 @@ def build(
         paths: folders, searched for runs and for records, and record files, in any mixture.
         out: where all files go.
         markdown: where RESULTS.md goes instead; its links to the figures follow it.
+        until: the epoch at which every run is judged, for runs that were stopped at different ends.
     """
     notes: list[str] = []
     found, fresh = gather(paths, notes)
@@ -89,6 +91,7 @@ def build(
         places = ", ".join(str(path) for path in paths) or "(no folder given)"
         said = f" ({'; '.join(notes)})" if notes else ""
         raise fail("a report needs runs or records", f"no runs under {places}{said}", "Begin with: lamina run mnist")
+    found = found if until is None else [records.cut(record, until) for record in found]
     out = Path(out)
     sections = [_section(record, notes) for record in _in_order(found)]
     drawn = _save_figures(sections, out / "figures")
@@ -303,8 +306,11 @@ def _run_table(section: Section, record: Record, sheet: Sheet) -> Table:
 
 def _provenance(record: Record) -> list[tuple[str, str]]:
     shown = [pair for env in record.get("environments") or [record.get("environment", {})] for pair in _machine(env)]
-    alone = sum((run.get("seconds") or 0.0) / max(1, run.get("side_by_side") or 1) for run in record["runs"])
-    shown.append(("Training time", f"{alone:,.0f} s for {len(record['runs'])} runs, evaluation not counted"))
+    longest = max((run.get("seconds") or 0.0 for run in record["runs"]), default=0.0)
+    most = max((run.get("side_by_side") or 1 for run in record["runs"]), default=1)
+    together = f", up to {most} side by side" if most > 1 else ""
+    took = f"{longest:,.0f} s the longest of {len(record['runs'])} runs{together}; evaluation not counted"
+    shown.append(("Training time", took))
     shown += [(f"SHA-256 of {file}", str(digest)) for file, digest in sorted(record["data"].get("sha256", {}).items())]
     return shown
 

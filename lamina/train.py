@@ -379,6 +379,7 @@ class Run:
 def train(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
     """Train every job, some side by side where that is faster; finished ones are passed over when resuming."""
     waiting = list(jobs)
+    failures: list[str] = []  # a run that fails ends alone; the others go on, and all is told at the end
     with Stop() as stop:
         while waiting:
             accelerator = accelerator_for(settings, waiting[0].config.precision)
@@ -390,16 +391,19 @@ def train(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
                 active = [run for run in runs if run.prepare(folders)]
                 for run in active:
                     run.side_by_side = sum(len(other.job.seeds) for other in active)
-                _together(active, accelerator, stop)
+                failures += _together(active, accelerator, stop)
+    if failures:
+        raise RunError("; ".join(failures))
 
 
 def _dataset(job: Job, settings: Settings) -> data.Dataset:
     return data.load(getattr(job.config, "dataset"), settings.root)  # noqa: B009  (a field of each experiment's own)
 
 
-def _together(runs: list[Run], accelerator: Accelerator, stop: Stop) -> None:
-    """A few updates of each run in turn; on a GPU they only enqueue work, so the runs overlap."""
+def _together(runs: list[Run], accelerator: Accelerator, stop: Stop) -> list[str]:
+    """A few updates of each run in turn; on a GPU they only enqueue work, so the runs overlap. Returns failures."""
     clock = Clock()
+    failures: list[str] = []
     for run in runs:
         with clock.stopped():
             run.until = run.next_event()
@@ -410,8 +414,9 @@ def _together(runs: list[Run], accelerator: Accelerator, stop: Stop) -> None:
             run.steps.launch(run.step, count)
             run.step += count
             if run.step == run.until:
-                _event(run, clock)
-                if run.step == run.total_steps:
+                failure = _event(run, clock)
+                failures += [failure] if failure else []
+                if failure or run.step == run.total_steps:
                     runs.remove(run)
         if _asked_to_stop(stop, accelerator, runs):
             with clock.stopped():
@@ -420,15 +425,22 @@ def _together(runs: list[Run], accelerator: Accelerator, stop: Stop) -> None:
                     run._checked_losses()
                     run.save(clock.seconds)
             raise Interrupted(stop.number or signal.SIGTERM)
+    return failures
 
 
-def _event(run: Run, clock: Clock) -> None:
+def _event(run: Run, clock: Clock) -> str:
+    """What is due between two stretches of updates; returns the reason when the run cannot go on."""
     run.steps.wait()  # on the clock: this is training
     with clock.stopped():
-        run.handle(clock.seconds)
+        try:
+            run.handle(clock.seconds)
+        except RunError as error:
+            run.say.end(run.label, f"stopped: {error}")
+            return str(error)
         run.until = run.next_event()
         if run.step < run.total_steps:
             run.steps.begin(run.step, run.until - run.step)
+    return ""
 
 
 def _asked_to_stop(stop: Stop, accelerator: Accelerator, runs: Sequence[Run]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -92,6 +94,47 @@ def test_kiros_adam_resumes_from_its_state():
     assert all(torch.equal(a, b) for a, b in zip(trained(5), trained(99)))
 
 
+def test_moments_take_the_layout_of_their_parameters():
+    """A file keeps no strides, and a fused step that finds others pairs up the wrong elements."""
+
+    def trained(split: int) -> torch.Tensor:
+        p = nn.Parameter(torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0)).transpose(1, 2))
+        optimizer = Adam([p], 0.01)
+        for step in range(6):
+            if step == split:
+                state = copy.deepcopy(optimizer.state_dict())
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state["state"][0][name] = state["state"][0][name].contiguous()
+                optimizer = Adam([p], 0.5)
+                optimizer.load_state_dict(state)
+                assert all(optimizer.state[p][name].stride() == p.stride() for name in ("exp_avg", "exp_avg_sq"))
+            p.grad = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(step)).transpose(1, 2)
+            optimizer.step()
+        return p
+
+    assert torch.equal(trained(3), trained(99))
+
+
+@pytest.mark.parametrize("form", ["correct", "kiros"])
+def test_a_loss_scale_changes_nothing_and_overflow_is_skipped(form):
+    """fp16: gradients arrive scaled; one that overflowed must leave parameters and moments alone."""
+    plain, scaled = parameters(), parameters()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    alone, guarded = Adam(plain, 0.01, bias_correction=form), Adam(scaled, 0.01, bias_correction=form)
+    for step in range(4):
+        for p, q, g in zip(plain, scaled, gradients(step)):
+            p.grad, q.grad = g, g * scaler.scale(torch.ones((), dtype=torch.float64))
+        if step == 2:
+            scaled[0].grad[0, 0] = torch.inf
+        else:
+            alone.step()
+        scaler.step(guarded)
+        scaler.update()
+    for p, q in zip(plain, scaled):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=0)
+    assert scaler.get_scale() == 512
+
+
 def test_unknown_correction_is_refused():
     with pytest.raises(InputError, match="Did you mean 'kiros'"):
         Adam(parameters(), bias_correction="kiro")
@@ -156,6 +199,18 @@ def test_batches_show_every_case_once_an_epoch(cases, batch_size, seed, epochs):
     middle = steps // 2
     assert torch.equal(batches.indices(middle, steps - middle), batches.indices(0, steps)[middle:])
     assert torch.equal(Batches(cases, batch_size, (seed + 1,)).indices(middle)[0, 0], batches.indices(middle)[0, 1])
+
+
+@given(st.integers(1, 60_000), st.integers(1, 300), st.integers(1, 400), st.sampled_from(["0.1", "0.2", "0.3", "0.05"]))
+def test_fractions_of_epochs_are_rounded_up_from_what_they_mean(cases, batch_size, number, part):
+    """3 * 0.1 is a little more than 0.3 in floating point, which must not cost an update."""
+    exact = number * Fraction(part) * cases / batch_size
+    assert Batches(cases, batch_size, (0,)).updates(number * float(part)) == math.ceil(exact)
+
+
+def test_more_updates_than_can_be_counted_are_refused():
+    with pytest.raises(InputError, match=r"1e\+308 epochs"):
+        Batches(1000, 4, (0,)).updates(1e308)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from lamina import engine, experiments
 from lamina.errors import InputError, RunError
 from lamina.experiments import images
 from lamina.progress import Reporter
+from lamina.runs import RunFolder
 from lamina.sheets import SHEETS, Job, find
 from lamina.sheets.convnet import ConvnetConfig
 from lamina.sheets.mnist import MnistConfig
@@ -78,6 +81,79 @@ def test_a_signal_saves_and_the_resumed_run_is_the_untouched_one(tmp_path, say, 
         assert read(tmp_path / "parts", wanted, kind) == read(tmp_path / "whole", wanted, kind)
         assert read(tmp_path / "whole", wanted, kind)
     assert kills.final_state(tmp_path / "parts", wanted) == kills.final_state(tmp_path / "whole", wanted)
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_a_resumed_stack_is_the_untouched_one(tmp_path, say, norm):
+    wanted = job(norm=norm, seeds=(0, 1, 2), clip=1.0)
+    train([wanted], settings(tmp_path / "whole"), say)
+    with pytest.raises(Interrupted), Signaller(signal.SIGTERM, 3) as signaller:
+        train([wanted], settings(tmp_path / "parts"), signaller)
+    train([wanted], settings(tmp_path / "parts", resume=True), say)
+    for kind in ("log", "eval"):
+        assert read(tmp_path / "parts", wanted, kind) == read(tmp_path / "whole", wanted, kind)
+    assert kills.final_state(tmp_path / "parts", wanted) == kills.final_state(tmp_path / "whole", wanted)
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path, say, monkeypatch):
+    """An experiment that draws while it trains (dropout, noise) resumes with the same draws."""
+    plain = images.loss
+    noisy = lambda model, batch: plain(model, (batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]))  # noqa: E731
+    monkeypatch.setattr(experiments.module_of("mnist"), "loss", noisy)
+    wanted = job()
+    train([wanted], settings(tmp_path / "whole"), say)
+    with pytest.raises(Interrupted), Signaller(signal.SIGTERM, 3) as signaller:
+        train([wanted], settings(tmp_path / "parts"), signaller)
+    torch.manual_seed(99)
+    train([wanted], settings(tmp_path / "parts", resume=True), say)
+    assert read(tmp_path / "parts", wanted, "log") == read(tmp_path / "whole", wanted, "log")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL at a place of our choice."""
+
+
+@pytest.mark.parametrize("name", ["extras.json", "summary.json"])
+def test_killed_between_the_last_checkpoint_and_the_summary(tmp_path, say, monkeypatch, name):
+    config = ConvnetConfig(dataset="mnist", width=2, units=8, epochs=0.5, batch_size=64)
+    wanted, write = Job("convnet", config), RunFolder.write_json
+
+    def cut(folder, file, value):
+        if file == name:
+            raise Killed
+        write(folder, file, value)
+
+    monkeypatch.setattr(RunFolder, "write_json", cut)
+    with pytest.raises(Killed):
+        train([wanted], settings(tmp_path), say)
+    monkeypatch.undo()
+    folder = next(tmp_path.glob(f"convnet/*/{wanted.label}"))
+    before = (folder / "metrics.jsonl").read_bytes()
+    train([wanted], settings(tmp_path, resume=True), say)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["finished"] is True
+    assert summary["seconds"] > 0
+    assert (folder / "extras.json").exists()
+
+
+def test_the_clock_goes_on_where_it_was(tmp_path, say, monkeypatch):
+    module, plain = experiments.module_of("mnist"), images.loss
+
+    def slow(model, batch):
+        time.sleep(0.01)
+        return plain(model, batch)
+
+    monkeypatch.setattr(module, "loss", slow)
+    wanted = job(log_every=10)
+    with pytest.raises(Interrupted), Signaller(signal.SIGTERM, 3) as signaller:
+        train([wanted], settings(tmp_path), signaller)
+    monkeypatch.undo()
+    train([wanted], settings(tmp_path, resume=True), say)
+    lines = (kills.folder(tmp_path, wanted) / "metrics.jsonl").read_text().splitlines()
+    seconds = [json.loads(line)["seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > seconds[1] >= 0.19  # 20 updates of at least 0.01 s before the signal
 
 
 @pytest.mark.slow
@@ -139,20 +215,47 @@ def compare_curves(one: Path, other: Path, wanted: Job, relative: float) -> None
         assert a["test_nll"] == pytest.approx(b["test_nll"], rel=relative)
 
 
-@pytest.mark.slow
-def test_two_processes_give_the_loss_curve_of_one(tmp_path, say):
-    """The same global batch: gradients are means of two halves, so curves agree to float32 rounding (1e-4)."""
-    wanted = job()
-    train([wanted], settings(tmp_path / "one"), say)
-    options = "--hidden 32 --epochs 4 --batch-size 64 --log-every 5 --checkpoint-every 9 --device cpu --data embedded"
+def in_two_processes(runs: Path, more: str) -> None:
+    options = f"--hidden 32 --batch-size 64 --device cpu --data embedded --quiet {more}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
-    command = [*launcher, "lamina", "run", "mnist", *options.split(), "--runs", str(tmp_path / "two")]
+    command = [*launcher, "lamina", "run", "mnist", *options.split(), "--runs", str(runs)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_processes_that_evaluate_differently_do_not_wait_for_ever(tmp_path):
+    """Batch norm's running statistics differ between processes, so each might find another checkpoint the best."""
+    in_two_processes(tmp_path, "--norm batch --momentum 0.5 --lr 0.01 --epochs 6 --eval-every 0.1 --log-every 50")
+    assert list(tmp_path.glob("mnist/*/batch-*/summary.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_processes_give_the_loss_curve_of_one(tmp_path, say, accumulate):
+    """The same global batch: gradients are means of two halves, so curves agree to float32 rounding (1e-4)."""
+    wanted = job(clip=0.5, accumulate=accumulate)
+    train([wanted], settings(tmp_path / "one"), say)
+    options = f"--epochs 4 --log-every 5 --checkpoint-every 9 --clip 0.5 --accumulate {accumulate}"
+    in_two_processes(tmp_path / "two", options)
     compare_curves(tmp_path / "two", tmp_path / "one", wanted, 1e-4)
-    summary = json.loads((kills.folder(tmp_path / "two", wanted) / "summary.json").read_text())
-    assert summary["processes"] == 2
+    folder = kills.folder(tmp_path / "two", wanted)
+    assert json.loads((folder / "summary.json").read_text())["processes"] == 2
+    before = read(tmp_path / "two", wanted, "log")
+    go_back(folder)  # to update 72, two after a log line
+    in_two_processes(tmp_path / "two", f"{options} --resume")
+    assert [line["loss"] for line in read(tmp_path / "two", wanted, "log")] == pytest.approx(
+        [line["loss"] for line in before], rel=1e-6
+    )
+
+
+def go_back(folder: Path) -> None:
+    """As if the run had been killed before its last checkpoint."""
+    (folder / "summary.json").unlink()
+    shutil.rmtree(max((folder / "checkpoints").glob("step-*")))
+    last = max((folder / "checkpoints").glob("step-*")).name
+    assert int(last.removeprefix("step-")) % SMALL.log_every
 
 
 def test_batch_must_divide_over_its_parts(tmp_path, say):
@@ -219,6 +322,138 @@ def test_one_diverged_seed_of_a_stack_is_recorded_as_such(tmp_path, say, monkeyp
     by_seed = {seed: [x["loss"] for x in read(tmp_path, wanted, "log") if x["seed"] == seed] for seed in (0, 1)}
     assert all(math.isfinite(x) for x in by_seed[0])
     assert by_seed[1] == [None] * len(by_seed[0])
+
+
+def poison(monkeypatch, norm: str) -> None:
+    """From now on the losses of this norm's networks are not finite."""
+    module, plain = experiments.module_of("mnist"), images.loss
+
+    def loss(model, batch):
+        poisoned = getattr(model[1], "norm", None) == norm
+        return plain(model, batch) * (math.nan if poisoned else 1.0)
+
+    monkeypatch.setattr(module, "loss", loss)
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_a_run_that_diverges_does_not_end_the_others(tmp_path, say, monkeypatch, together):
+    jobs = [job(norm=norm, epochs=1) for norm in ("layer", "weight", "batch")]
+    poison(monkeypatch, "weight")
+    with pytest.raises(RunError, match=r"weight-.*not finite at update 5 ") as raised:
+        train(jobs, settings(tmp_path, together=together), say)
+    assert "layer-" not in str(raised.value)
+    finished = [(kills.folder(tmp_path, each) / "summary.json").exists() for each in jobs]
+    assert finished == [True, False, True]
+
+
+def test_a_signal_saves_the_runs_beside_one_that_diverged(tmp_path, monkeypatch):
+    jobs = [job(norm=norm, log_every=6, checkpoint_every=1000, eval_every=9) for norm in ("weight", "layer")]
+    plain, calls = images.loss, []
+
+    def loss(model, batch):
+        calls.append(model)
+        if len(calls) == 15:  # the first run's eighth update: between two log lines
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(model, batch) * (math.nan if len(calls) == 15 else 1.0)
+
+    monkeypatch.setattr(experiments.module_of("mnist"), "loss", loss)
+    with pytest.raises(Interrupted), Reporter(Console(quiet=True)) as reporter:
+        train(jobs, settings(tmp_path, together=2), reporter)
+    assert [kills.saved_step(tmp_path, each) for each in jobs] == [0, 8]
+
+
+def test_half_precision_is_not_silently_another_on_the_cpu(tmp_path, say):
+    with pytest.raises(InputError, match="fp16 needs a CUDA device"):
+        train([job(precision="fp16")], settings(tmp_path), say)
+
+
+def test_a_log_line_is_the_mean_since_the_last(tmp_path, say):
+    """Also over an interruption between two lines."""
+    every, seventh = job(log_every=1, epochs=2), job(log_every=7, epochs=2, checkpoint_every=5)
+    train([every], settings(tmp_path / "every"), say)
+    train([seventh], settings(tmp_path / "seventh"), say)
+    losses = [line["loss"] for line in read(tmp_path / "every", every, "log")]
+    lines = read(tmp_path / "seventh", seventh, "log")
+    assert [line["step"] for line in lines] == [7, 14, 21, 28, 35, 37]
+    for first, line in zip([0, 7, 14, 21, 28, 35], lines):
+        part = losses[first : line["step"]]
+        assert line["loss"] == pytest.approx(sum(part) / len(part), rel=1e-5)
+
+
+@pytest.mark.parametrize("seeds", [(0,), (0, 1)])
+def test_evaluation_neither_trains_nor_stays_on(tmp_path, say, monkeypatch, seeds):
+    """Evaluating often changes nothing: running statistics stay, and updates are in training mode."""
+    module, plain, modes = experiments.module_of("mnist"), images.evaluate, []
+
+    def evaluate(model, *others):
+        modes.append((model.training, torch.is_grad_enabled()))
+        return plain(model, *others)
+
+    monkeypatch.setattr(module, "evaluate", evaluate)
+    often, seldom = job(norm="batch", epochs=2, eval_every=0.1, seeds=seeds), job(norm="batch", epochs=2, seeds=seeds)
+    train([often], settings(tmp_path / "often"), say)
+    train([seldom], settings(tmp_path / "seldom"), say)
+    assert set(modes) == {(False, False)}
+    assert read(tmp_path / "often", often, "log") == read(tmp_path / "seldom", seldom, "log")
+    assert kills.final_state(tmp_path / "often", often) == kills.final_state(tmp_path / "seldom", seldom)
+
+
+def test_evaluations_are_of_the_model_as_it_stands(tmp_path, say):
+    """The last line agrees with the last checkpoint, evaluated by hand."""
+    wanted = job(norm="batch", epochs=1, seeds=(3,))
+    train([wanted], settings(tmp_path), say)
+    splits, module = images.splits(_digits(), SMALL), experiments.module_of("mnist")
+    model = module.build(wanted.config, splits).eval()
+    last = max((kills.folder(tmp_path, wanted) / "checkpoints").glob("step-*"))
+    model.load_state_dict(load_file(last / "weights.safetensors"))
+    for name in ("train", "valid", "test"):
+        x, y = splits[name]
+        logits = model(x.float() / 255)
+        found = read(tmp_path, wanted, "eval")[-1]
+        assert found[f"{name}_nll"] == pytest.approx(torch.nn.functional.cross_entropy(logits, y).item(), rel=1e-5)
+        assert found[f"{name}_error"] == pytest.approx((logits.argmax(-1) != y).double().mean().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "logs", "evals"),
+    [
+        ({"epochs": 0.1}, [2], [2]),
+        ({"epochs": 1e-9}, [1], [1]),
+        ({"epochs": 1, "eval_every": 50, "log_every": 10}, [10, 19], [19]),
+        ({"epochs": 0.2, "eval_every": 1e-6, "log_every": 9}, [4], [1, 2, 3, 4]),
+        ({"epochs": 9, "batch_size": 5000, "log_every": 9}, [3], [1, 2, 3]),  # a batch of four epochs
+        ({"epochs": 0.2, "held_out": 0, "log_every": 9}, [5], [5]),
+        ({"epochs": 1.5, "eval_every": 0.5, "log_every": 100}, [28], [10, 19, 28]),
+    ],
+)
+def test_lengths_at_the_edge(tmp_path, say, changes, logs, evals):
+    wanted = job(**changes)
+    train([wanted], settings(tmp_path), say)
+    assert [line["step"] for line in read(tmp_path, wanted, "log")] == logs
+    lines = read(tmp_path, wanted, "eval")
+    assert [line["step"] for line in lines] == evals
+    assert ("valid_nll" in lines[0]) == (changes.get("held_out") != 0)
+    assert (kills.folder(tmp_path, wanted) / "best.json").exists() == (changes.get("held_out") != 0)
+
+
+def test_checkpoints_fall_on_their_updates(tmp_path, say):
+    wanted = job(epochs=1, checkpoint_every=7, log_every=100, eval_every=9)
+    train([wanted], settings(tmp_path, keep_best=False), say)
+    steps = sorted(p.name for p in (kills.folder(tmp_path, wanted) / "checkpoints").glob("step-*"))
+    assert steps == ["step-000000014", "step-000000019"]
+    assert not (kills.folder(tmp_path, wanted) / "best.json").exists()
+
+
+@pytest.mark.parametrize("by", ["global", "tensor"])
+def test_gradients_are_clipped_as_asked(tmp_path, say, monkeypatch, by):
+    seen = []
+    monkeypatch.setattr(engine, "clip_gradients", lambda held, *how: seen.append((len(held), *how)))
+    train([job(epochs=0.05, clip=0.5, clip_by=by, norm="none")], settings(tmp_path / "clip"), say)
+    assert seen == [(6, 0.5, by, 0)]
+    train([job(epochs=0.05, clip=0.5, clip_by=by, norm="none", seeds=(0, 1))], settings(tmp_path / "stack"), say)
+    assert seen[1:] == [(6, 0.5, by, 2)]
+    train([job(epochs=0.05)], settings(tmp_path / "none"), say)
+    assert len(seen) == 2
 
 
 def test_evaluation_is_off_the_clock(tmp_path, say, monkeypatch):
