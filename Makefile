@@ -22,7 +22,7 @@ test: $(STAMP)
 
 # The same tests plus those marked gpu, with the Python at hand: nothing is installed.
 test-gpu:
-	LAMINA_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -n $(WORKERS) --dist worksteal tests
+	LAMINA_TEST_DEVICE=cuda PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -n $(WORKERS) --dist worksteal tests
 
 # A run killed with SIGKILL at random moments, resumed each time, compared with one that was never touched.
 soak: $(STAMP)

@@ -56,16 +56,18 @@ def _groups(runs: Iterable[Run], names: list[str]) -> list[tuple[dict[str, Any],
 
 
 def _row(sheet: Sheet, settings: dict[str, Any], searched: list[str], runs: list[Run]) -> dict[str, Any]:
-    values = [_lowest(run["curve"].get(sheet.headline, ())) for run in runs]
+    values = [_lowest(run, sheet.headline) for run in runs]
     finite = [v for v in values if v is not None]
     mean = fmean(finite) if len(finite) == len(values) else None  # a seed that diverged rules the setting out
     return {"variant": {k: settings[k] for k in sheet.vary}, "setting": {k: settings[k] for k in searched},
             "epochs": runs[0]["config"]["epochs"], "values": values, "n": len(values), "mean": mean}  # fmt: skip
 
 
-def _lowest(curve: Iterable[float | None]) -> float | None:
-    finite = [v for v in curve if v is not None and math.isfinite(v)]
-    return min(finite, default=None)
+def _lowest(run: Run, metric: str) -> float | None:
+    """The lowest value of a run that went well; None for one that ended early or was not finite at some evaluation."""
+    curve = run["curve"].get(metric, ())
+    well = run["finished"] and curve and all(v is not None and math.isfinite(v) for v in curve)
+    return min(curve) if well else None
 
 
 def _best(rows: list[dict[str, Any]], vary: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -82,6 +84,10 @@ def apply(record: Mapping[str, Any], experiment: str, config: Config, given: tup
     if record.get("kind") != "tuning" or record.get("experiment") != experiment:
         received = f"a record of kind {record.get('kind')!r}, experiment {record.get('experiment')!r}"
         raise fail(f"--tuned needs a tuning record of {experiment}", received, "Make one with lamina tune.")
+    dataset = getattr(config, "dataset", record["data"]["name"])
+    if record["data"]["name"] != dataset:
+        received = f"one of {record['data']['name']} for {dataset}"
+        raise fail("--tuned needs a record of the same data set", received, "Tune on that data set.")
     clash = [name for name in record["searched"] if name in given]
     if clash:
         raise fail("--tuned chooses what it searched", f"--{clash[0]} as well", "Pass one of them.")

@@ -1,10 +1,8 @@
-"""From options to runs, and the processes that carry them out when there are several. No torch in this room."""
+"""Jobs carried out: here, or in processes of their own when there are several. No torch in this room."""
 
 from __future__ import annotations
 
 import dataclasses
-import errno
-import itertools
 import os
 import queue
 import re
@@ -12,195 +10,24 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Annotated, Any
+from typing import IO, Any
 
-import typer
 from rich.console import Console
 
-from .errors import fail, one_of
+from .plan import How, flag, processes, rank
 from .progress import Reporter
-from .sheets import Config, Job, Sheet
+from .sheets import Job
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-KINDS = {int: "a whole number", float: "a number", str: "a name"}
 MOVED_ON = re.compile(r"([\d,]+)/([\d,]+)  (.*?)  +[\d.]+/s")  # of a line that says how far a run has come
-
-
-# Which runs
-
-
-def flag(name: str) -> str:
-    """``batch_size`` as the command line spells it."""
-    return f"--{name.replace('_', '-')}"
-
-
-def parse(item: dataclasses.Field[Any], text: str) -> tuple[Any, ...]:
-    """The value of a setting, or those of a comma list; their ranges are the settings' own business."""
-    words = text.split(",") if item.metadata["sweep"] else [text]
-    return tuple(_parse_one(item, word.strip()) for word in words)
-
-
-def _parse_one(item: dataclasses.Field[Any], word: str) -> Any:
-    kind: Any = type(item.default)
-    try:
-        if word:
-            return kind(word)
-    except ValueError:
-        pass
-    several = ", or several with commas between" if item.metadata["sweep"] else ""
-    raise fail(f"{flag(item.name)} must be {KINDS[kind]}{several}", repr(word), f"The default is {item.default}.")
-
-
-def combine(sheet: Sheet, values: Mapping[str, Sequence[Any]]) -> list[Config]:
-    """The settings of every combination of values, each of them checked."""
-    for name, several in values.items():
-        twice = [value for value, count in Counter(several).items() if count > 1]
-        if twice:
-            raise fail(f"{flag(name)} takes each value once", f"{twice[0]} twice", "Leave one out.")
-    return [sheet.config(**dict(zip(values, chosen))) for chosen in itertools.product(*values.values())]
-
-
-def jobs_for(sheet: Sheet, configs: Sequence[Config], seeds: Sequence[int], stacked: bool) -> list[Job]:
-    """One job for each of the settings and each seed, or for all seeds together; no two share a folder."""
-    groups = [tuple(seeds)] if stacked else [(seed,) for seed in seeds]
-    jobs = [Job(sheet.name, config, group, _vary(sheet, config)) for config in configs for group in groups]
-    label, count = Counter(job.label for job in jobs).most_common(1)[0]
-    if count > 1:
-        raise fail("each run needs a folder of its own", f"{count} runs named {label}", "Give values further apart.")
-    return jobs
-
-
-def _vary(sheet: Sheet, config: Config) -> tuple[str, ...]:
-    """The settings in a run's label follow from the settings alone, so any command finds the same folder again."""
-    swept = [f for f in dataclasses.fields(config) if f.metadata["sweep"] and f.name not in sheet.vary]
-    return (*sheet.vary, *(f.name for f in swept if getattr(config, f.name) != f.default))
-
-
-def _is_done(job: Job, folder: Path) -> bool:
-    """Whether the folder holds this very run, finished; anything else is for the run itself to judge."""
-    from . import runs
-
-    if not folder.is_dir():
-        return False
-    found = runs.status(folder)
-    header = found["header"] or {}
-    same = (header.get("config"), header.get("seeds")) == (dataclasses.asdict(job.config), list(job.seeds))
-    return bool(found["finished"]) and same
-
-
-# How to run
-
-
-def _option(help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="How to run", **more)
-
-
-def whole(least: int, most: int) -> Callable[[Any], int]:
-    """A reader of whole numbers in a range that tells what it got."""
-
-    def parse(given: Any) -> int:
-        try:
-            number = int(given)
-        except ValueError:
-            number = least - 1
-        if not least <= number <= most:
-            raise typer.BadParameter(f"must be a whole number from {least} to {most}, got {given!r}.")
-        return number
-
-    return parse
-
-
-@dataclass
-class How:
-    """The options of ``lamina run`` that are not settings of the experiment."""
-
-    seeds: Annotated[int, _option("number of seeds", metavar="N", parser=whole(1, 1000))] = 1
-    first_seed: Annotated[int, _option("the first of them", metavar="N", parser=whole(0, 2**31))] = 0
-    stack: Annotated[bool | None, _option("train all seeds as one model (default: on a GPU)")] = None
-    small: Annotated[bool, _option("begin from the small settings of lamina reproduce", "--small")] = False
-    tuned: Annotated[str | None, _option("record of lamina tune: each variant with what was chosen for it")] = None
-    data: Annotated[str | None, _option("folder with the data sets, or embedded for the stand-in")] = None
-    runs: Annotated[str, _option("folder for the runs")] = "runs"
-    device: Annotated[str, _option("auto, cpu or cuda")] = "auto"
-    engine: Annotated[str, _option("auto, eager, graph (CUDA graph) or compile")] = "auto"
-    together: Annotated[
-        int, _option("runs side by side on one device; 0 chooses", metavar="N", parser=whole(0, 64))
-    ] = 0
-    jobs: Annotated[
-        int | None, _option("processes (default: cores; 1 on a GPU)", metavar="N", parser=whole(1, 999))
-    ] = None
-    resume: Annotated[bool, _option("go on where runs stopped; finished ones are passed over", "--resume")] = False
-    restart: Annotated[bool, _option("begin anew; what is there is moved to old-1, old-2 ...", "--restart")] = False
-    keep_best: Annotated[bool, _option("keep the checkpoint that validates best")] = True
-    quiet: Annotated[bool, _option("no progress, only the results", "--quiet")] = False
-    worker_of: Annotated[str | None, _option("the command this process works for", hidden=True)] = None
-    command: str = field(default="", init=False)  # as it was typed, for the runs' headers
-
-    def check(self, sheet: Sheet) -> None:
-        """What can be told to be wrong without torch or data."""
-        one_of("--device", self.device, ("auto", "cpu", "cuda"))
-        one_of("--engine", self.engine, ("auto", "eager", "graph", "compile"))
-        if self.data == "":
-            raise fail("--data must be a folder, or embedded", "''", "Leave it out for the default.")
-        if self.resume and self.restart:
-            raise fail("a run is resumed or begun anew", "--resume and --restart together", "Pass one of them.")
-        if self.stack and not sheet.stackable:
-            raise fail("--stack needs an experiment whose seeds can be stacked", sheet.name, "Leave it out.")
-        if processes() > 1 and (self.jobs or 1) > 1:
-            raise fail("--jobs is 1 when a launcher starts the processes", f"--jobs {self.jobs}", "Leave it out.")
-        writable_folder(self.runs, "--runs")
-
-    def uses_cuda(self) -> bool:
-        """Whether runs will be on a GPU; only there can an update be captured."""
-        cuda = False
-        if self.device != "cpu":
-            import torch
-
-            cuda = torch.cuda.is_available()
-        if self.device == "cuda" and not cuda:
-            raise fail("--device cuda needs a CUDA device", "none found", "Use --device auto.")
-        if self.engine in ("graph", "compile") and not cuda:
-            raise fail(f"--engine {self.engine} needs a CUDA device", "the CPU", "Use --engine auto.")
-        return cuda
-
-
-def writable_folder(path: Path | str, name: str) -> Path:
-    """A folder that can be made and written to, or the user hears of it before anything starts."""
-    try:
-        if not str(path):
-            raise FileNotFoundError(errno.ENOENT, "no name")
-        Path(path).mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "no right to write")
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise
-        received = f"{str(path)!r} ({error.strerror})"
-        raise fail(f"{name} must be a folder to write to", received, "Pass another.") from None
-    return Path(path)
-
-
-def processes() -> int:
-    """Those that torchrun or accelerate launch started."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
-
-
-def rank() -> int:
-    """Which of them this one is."""
-    return int(os.environ.get("RANK") or 0)
 
 
 def cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# Here, or in processes of their own
 
 
 def carry_out(jobs: Sequence[Job], how: How, data: Mapping[str, str]) -> int:
@@ -236,8 +63,20 @@ def _in_processes(jobs: Sequence[Job], how: How, data: Mapping[str, str], limit:
     left = [job for job, folder in zip(jobs, folders) if not (how.resume and _is_done(job, folder))]
     if len(left) < len(jobs):
         say.line(f"{len(jobs) - len(left)} of {len(jobs)} runs are finished already")
-    tasks = [_task_for(job, how, f"{job.experiment}/{job.label}" if len(data) > 1 else job.label) for job in left]
+    tasks = [task_for(job, how, f"{job.experiment}/{job.label}" if len(data) > 1 else job.label) for job in left]
     return Pool(tasks, limit, say).run()
+
+
+def _is_done(job: Job, folder: Path) -> bool:
+    """Whether the folder holds this very run, finished; anything else is for the run itself to judge."""
+    from . import runs
+
+    if not folder.is_dir():
+        return False
+    found = runs.status(folder)
+    header = found["header"] or {}
+    same = (header.get("config"), header.get("seeds")) == (dataclasses.asdict(job.config), list(job.seeds))
+    return bool(found["finished"]) and same
 
 
 @dataclass(frozen=True)
@@ -248,7 +87,7 @@ class Task:
     arguments: tuple[str, ...]
 
 
-def _task_for(job: Job, how: How, name: str) -> Task:
+def task_for(job: Job, how: How, name: str) -> Task:
     """The command line of exactly this job."""
     settings = {f.name: getattr(job.config, f.name) for f in dataclasses.fields(job.config)}
     passed_on = ("data", "runs", "device", "engine", "together", "resume", "restart", "keep_best")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lamina import convergence, records, runs, workers
+from lamina import convergence, plan, records, runs, workers
 from lamina.cli import main
 from lamina.sheets import SHEETS, find
 
@@ -57,11 +57,11 @@ def test_help_of_every_command(capsys, command):
 def test_help_of_an_experiment_has_every_setting(capsys, name):
     out, _ = said(capsys, "run", name, "--help")
     for item in dataclasses.fields(find(name).config):
-        line = next(line for line in out.splitlines() if f"{workers.flag(item.name)} " in line)
+        line = next(line for line in out.splitlines() if f"{plan.flag(item.name)} " in line)
         assert item.metadata["help"][:20] in line
         assert f"(default {item.default})" in " ".join(out.replace("│", " ").split())
-    for item in dataclasses.fields(workers.How):
-        assert (workers.flag(item.name) in out) == (item.name not in ("worker_of", "command"))
+    for item in dataclasses.fields(plan.How):
+        assert (plan.flag(item.name) in out) == (item.name not in ("worker_of", "command"))
 
 
 def test_no_arguments_is_help_and_version(capsys):
@@ -281,8 +281,8 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, tmp_path):
 
 
 def labels(sheet, seeds=(0,), stacked=False, **values):
-    configs = workers.combine(sheet, {k: v if isinstance(v, tuple) else (v,) for k, v in values.items()})
-    return [job.label for job in workers.jobs_for(sheet, configs, seeds, stacked)]
+    configs = plan.combine(sheet, {k: v if isinstance(v, tuple) else (v,) for k, v in values.items()})
+    return [job.label for job in plan.jobs_for(sheet, configs, seeds, stacked)]
 
 
 def test_every_combination_and_seed_has_a_folder_of_its_own():
@@ -307,15 +307,15 @@ def test_a_label_follows_from_the_settings_alone():
 
 
 def test_a_task_is_the_command_line_of_its_job(capsys, tmp_path, monkeypatch):
-    how = workers.How(runs=str(tmp_path), data="embedded", device="cpu", resume=True, keep_best=False)
+    how = plan.How(runs=str(tmp_path), data="embedded", device="cpu", resume=True, keep_best=False)
     how.command = "lamina run mnist --norm 'layer,none'"
     sheet = find("mnist")
-    configs = workers.combine(sheet, {"norm": ("weight",), "lr": (3e-4,), "hidden": (7,), "clip": (1e-5,)})
-    jobs = workers.jobs_for(sheet, configs, (4, 5), stacked=True)
+    configs = plan.combine(sheet, {"norm": ("weight",), "lr": (3e-4,), "hidden": (7,), "clip": (1e-5,)})
+    jobs = plan.jobs_for(sheet, configs, (4, 5), stacked=True)
     got = []
     monkeypatch.setattr(workers, "carry_out", lambda *given: got.append(given) or 0)
     monkeypatch.setattr(workers, "watch_parent", lambda: None)
-    assert main(workers._task_for(jobs[0], how, "x").arguments) == 0
+    assert main(workers.task_for(jobs[0], how, "x").arguments) == 0
     ((theirs, received, _),) = got
     assert theirs == jobs
     assert received.command == how.command
