@@ -3,6 +3,7 @@ processes, with nothing to restore."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -26,7 +27,10 @@ class Batches:
 
     def updates(self, epochs: float) -> int:
         """The number of updates in so many epochs, rounded up."""
-        return max(1, -int(-epochs * self.cases // self.batch_size))
+        wanted = epochs * self.cases / self.batch_size
+        if wanted > 2**53:
+            raise fail("a run has at most 2**53 updates", f"{epochs:g} epochs", "Use fewer.")
+        return max(1, math.ceil(wanted * (1 - 1e-12)))  # 3 * 0.1 epochs is 0.3, not a little more
 
     def epoch(self, step: int) -> float:
         """Epochs seen after ``step`` updates."""

@@ -34,6 +34,15 @@ class Adam(torch.optim.Adam):
         cuda = bool(tensors) and all(p.is_cuda for p in tensors)
         super().__init__(held, lr, betas, eps, fused=True, capturable=cuda)
         self.bias_correction = bias_correction
+        if bias_correction == "kiros":
+            self._step_supports_amp_scaling = False  # that is torch's fused step, which ours is not: unscale before it
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; moments take their parameter's strides, which a fused step counts on and a file does not keep."""
+        super().load_state_dict(state_dict)
+        for p, state in self.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.empty_like(p).copy_(state[name])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -202,6 +202,7 @@ def test_batches_show_every_case_once_an_epoch(cases, batch_size, seed, epochs):
 
 
 @given(st.integers(1, 60_000), st.integers(1, 300), st.integers(1, 400), st.sampled_from(["0.1", "0.2", "0.3", "0.05"]))
+@example(1000, 100, 3, "0.1")
 def test_fractions_of_epochs_are_rounded_up_from_what_they_mean(cases, batch_size, number, part):
     """3 * 0.1 is a little more than 0.3 in floating point, which must not cost an update."""
     exact = number * Fraction(part) * cases / batch_size

@@ -54,7 +54,7 @@ def evaluate(model: Model, splits: Mapping[str, Split], config: Any) -> dict[str
 def _sums(model: Model, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
     """Summed NLL and number of errors of each part of a split."""
     for first in range(0, len(split[0]), EVALUATION_BATCH):
-        index = torch.arange(first, min(first + EVALUATION_BATCH, len(split[0])))
+        index = torch.arange(first, min(first + EVALUATION_BATCH, len(split[0])), device=split[0].device)
         images, labels = batch(split, index)
         log_probability = F.log_softmax(model(images).float(), -1)  # [..., cases, classes]
         picked = log_probability.gather(-1, labels.expand(log_probability.shape[:-1]).unsqueeze(-1)).squeeze(-1)
