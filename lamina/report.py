@@ -329,6 +329,8 @@ def _machine(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _other_section(record: Record) -> Section:
+    if record["kind"] == "tuning" and verdicts.find_sheet(record["experiment"]) is not None:
+        return _tuning_section(record)
     section = Section(records.name(record), str(record.get("title", records.name(record).replace("-", " "))))
     section.about = f"A record of kind “{record['kind']}”."
     if isinstance(record.get("environment"), dict):
@@ -341,6 +343,16 @@ def _other_section(record: Record) -> Section:
             section.tables.append(Table(key, ["Entry", "Value"], [[k, _cell(v)] for k, v in sorted(value.items())]))
         elif isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
             section.tables += _tables_of(value, key)
+    return section
+
+
+def _tuning_section(record: Record) -> Section:
+    from .tuning import table
+
+    section = Section(records.name(record), f"Step sizes: {record['experiment']} on {record['data']['label']}")
+    section.about = "What was tried before the runs above, on validation cases only."
+    section.tables = [Table(*table(record))]
+    section.provenance, section.commands = list(_machine(record["environment"])), list(record.get("commands", []))
     return section
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from . import records
 from .errors import fail
 from .sheets import Config, Sheet, find
+from .verdicts import label
 
 Run = Mapping[str, Any]
 NOT_SEARCHED = ("epochs", "eval_every", "log_every", "checkpoint_every")  # how long and how often, not what
@@ -97,3 +98,25 @@ def apply(record: Mapping[str, Any], experiment: str, config: Config, given: tup
             return dataclasses.replace(config, **{k: v for k, v in chosen.items() if k not in vary})
     variant = {k: getattr(config, k) for k in vary}
     raise fail("--tuned needs a record that covers every variant", f"none for {variant}", "Tune that variant too.")
+
+
+def table(record: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+    """Caption, columns and rows: each variant's mean figure at every setting, the chosen one marked."""
+    sheet = find(record["experiment"])
+    settings = sorted((row["setting"] for row in record["rows"]), key=lambda s: tuple(s.values()))
+    columns = list(dict.fromkeys(_shown_setting(setting) for setting in settings))
+    cells: dict[str, dict[str, str]] = {}
+    for row in record["rows"]:
+        chosen = {**row["variant"], **row["setting"]} in record["chosen"]
+        value = "diverged" if row["mean"] is None else f"{row['mean']:.4f}" + (" ← chosen" if chosen else "")
+        cells.setdefault(label(sheet, row["variant"]), {})[_shown_setting(row["setting"])] = value
+    caption = f"{record['metric']} in a short run, {record['data']['label']}; the same grid for every variant"
+    return (
+        caption,
+        ["Variant", *columns],
+        [[name, *(found.get(c, "-") for c in columns)] for name, found in cells.items()],
+    )
+
+
+def _shown_setting(setting: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in setting.items())
