@@ -9,7 +9,9 @@ STAMP  := $(VENV)/.installed
 
 KILLS ?= 100
 
-.PHONY: reproduce test test-gpu soak results lint types format clean
+DATA  ?= $(LAMINA_DATA)
+
+.PHONY: reproduce test test-gpu soak paper results lint types format clean
 
 reproduce: $(STAMP)
 	$(BIN)/lamina reproduce
@@ -27,6 +29,19 @@ test-gpu:
 # A run killed with SIGKILL at random moments, resumed each time, compared with one that was never touched.
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills --kills $(KILLS) --record results/soak.json
+
+# The experiments at full size on the real data under DATA, on one GPU, with the Python at hand (about 10 minutes on an
+# H200 for MNIST, 2 for each convnet). Stop it and run it again: it goes on.
+NORMS  := layer,batch,batch_hidden,weight,none
+PAPER  := --data $(DATA) --precision tf32 --no-keep-best --checkpoint-every 200000 --resume
+CONV   := --norm none,layer,layer_channel,batch --seeds 3 --log-every 500 --together 12
+paper:
+	$(PYTHON) -m lamina run mnist $(PAPER) --norm $(NORMS) --batch-size 128,4 --seeds 5 --epochs 50 --log-every 20000 \
+	  --together 10 --tuned results/tuning-mnist_mnist.json
+	$(PYTHON) -m lamina run convnet $(PAPER) $(CONV) --dataset cifar10 --tuned results/tuning-convnet_cifar10.json
+	$(PYTHON) -m lamina run convnet $(PAPER) $(CONV) --dataset fashion_mnist \
+	  --tuned results/tuning-convnet_fashion_mnist.json
+	$(PYTHON) -m lamina report runs --out results --markdown RESULTS.md
 
 # RESULTS.md, figures and page anew from the records in results/.
 results: $(STAMP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,8 @@ class Stop:
     _before: dict[int, Any] = field(default_factory=dict)
 
     def __enter__(self) -> Stop:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python lets no other thread listen for signals
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._note)
         return self

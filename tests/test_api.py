@@ -6,6 +6,7 @@ import doctest
 import inspect
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -114,6 +115,22 @@ def test_every_lamina_command_of_the_readme_runs(tmp_path, monkeypatch, capsys):
         assert cli.main(words) == 0, (command, capsys.readouterr().err)
     assert fetched == ["cifar10"]
     assert (tmp_path / "report" / "report.html").exists()
+
+
+def test_results_are_what_the_records_say(tmp_path):
+    """RESULTS.md is written from the records, never by hand, and the README repeats its summary."""
+    from lamina import report
+
+    shutil.copytree(ROOT / "results", tmp_path / "results")
+    report.build([tmp_path / "results"], tmp_path / "results", markdown=tmp_path / "RESULTS.md")
+    text = (ROOT / "RESULTS.md").read_text()
+    assert (tmp_path / "RESULTS.md").read_text() == text
+    for figure in re.findall(r"\]\((results/figures/[^)]+)\)", text):
+        assert (ROOT / figure).exists()
+    rows = [line for line in text.splitlines() if re.match(r"\| \[.*(REAL DATA|STAND-IN)", line)]
+    assert rows
+    told = re.findall(r"^\| \[.*RESULTS.md#.*$", (ROOT / "README.md").read_text(), flags=re.M)
+    assert told == [row.replace("](#", "](RESULTS.md#") for row in rows]
 
 
 def test_readme_lists_every_placement():

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -712,6 +713,14 @@ def test_captured_runs_side_by_side(tmp_path, say):
     train(jobs, settings(tmp_path / "alone", device="cuda", engine="graph", together=1), say)
     for each in jobs:
         compare_curves(tmp_path / "together", tmp_path / "alone", each, 1e-4)
+
+
+def test_training_off_the_main_thread(tmp_path, say):
+    wanted = job(epochs=0.2)
+    thread = threading.Thread(target=train, args=([wanted], settings(tmp_path), say))
+    thread.start()
+    thread.join(60)
+    assert (kills.folder(tmp_path, wanted) / "summary.json").exists()
 
 
 def test_folders_are_let_go(tmp_path, say):
