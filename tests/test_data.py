@@ -848,6 +848,25 @@ def test_a_cut_connection_is_resumed(tmp_path, toy, server):
     assert server.sent == 80_000 + len(PACKED_TEXT)
 
 
+def test_the_command_fetches_resumes_and_says_how_it_went(tmp_path, toy, server, capsys):
+    """``lamina data get``: 0 with the files there, 1 when cut off (the part is kept), 2 when the bytes are wrong."""
+    cli = pytest.importorskip("lamina.cli", reason="needs the lab extra")
+    command = ["data", "get", "toy", "--data", str(tmp_path), "--mirror", server.url]
+    server.cut_after = 1000
+    assert cli.main(command) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("lamina: ")
+    assert (tmp_path / "toy/a.bin.part").exists()
+    server.cut_after = None
+    assert cli.main(command) == 0
+    assert "3 file(s)" in capsys.readouterr().out
+    check_whole(tmp_path)
+    (tmp_path / "toy/a.bin").unlink()
+    server.files["a.bin"] = bytes(40_000)
+    assert cli.main(command) == 2
+    assert "a.bin" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "toy/a.bin").exists()
+
+
 def test_a_connection_that_stays_bad_keeps_the_part(tmp_path, toy, server):
     server.cut_after = 1000
     with pytest.raises(
