@@ -131,7 +131,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         found = soak(arguments.kills, Path(work), seed=int(time.time()))
-    record = {"schema": 1, "kind": "soak", "name": "soak", "environment": records.environment(), **found,
+    title = f"A run killed {found['kills']} times with SIGKILL and resumed, against one never touched"
+    record = {"schema": 1, "kind": "soak", "title": title, "environment": records.environment(), **found,
               "command": f"make soak KILLS={arguments.kills}"}  # fmt: skip
     print(json.dumps(found, indent=2))
     if arguments.record:
