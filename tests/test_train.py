@@ -715,6 +715,18 @@ def test_captured_runs_side_by_side(tmp_path, say):
         compare_curves(tmp_path / "together", tmp_path / "alone", each, 1e-4)
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 129, 500])
+def test_evaluation_in_parts_is_the_whole(chunk):
+    splits = {name: tuple(t[:129] for t in split) for name, split in images.splits(_digits(), SMALL).items()}
+    model = experiments.module_of("mnist").build(SMALL, splits).eval()
+    images_, labels = images.batch(splits["test"], torch.arange(129))
+    logits = model(images_)
+    found = images.evaluate(model, splits, SMALL, chunk=chunk)
+    assert found["test_nll"].item() == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
+    assert found["test_error"].item() == pytest.approx((logits.argmax(1) != labels).float().mean().item(), rel=1e-6)
+    assert set(found) == {f"{split}_{what}" for split in splits for what in ("nll", "error")}
+
+
 def test_training_off_the_main_thread(tmp_path, say):
     wanted = job(epochs=0.2)
     thread = threading.Thread(target=train, args=([wanted], settings(tmp_path), say))

@@ -14,7 +14,7 @@ from ..data import Dataset
 from ..layers import NormalisedLayer
 from . import Model, Split
 
-EVALUATION_BATCH = 5000  # cases in one forward pass without gradients
+CHUNK = 2000  # cases in one forward pass without gradients; convolutions keep some 100 kB of each
 
 
 def splits(dataset: Dataset, config: Any) -> dict[str, Split]:
@@ -41,20 +41,20 @@ def loss(model: Model, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: Model, splits: Mapping[str, Split], config: Any) -> dict[str, Tensor]:
+def evaluate(model: Model, splits: Mapping[str, Split], config: Any, chunk: int = CHUNK) -> dict[str, Tensor]:
     """NLL and error of each split; of a stack [members] each."""
     found: dict[str, Tensor] = {}
     for name, split in splits.items():
         if len(split[0]):
-            nll, wrong = (sum(parts) / len(split[0]) for parts in zip(*_sums(model, split)))
+            nll, wrong = (sum(parts) / len(split[0]) for parts in zip(*_sums(model, split, chunk)))
             found |= {f"{name}_nll": nll, f"{name}_error": wrong}
     return found
 
 
-def _sums(model: Model, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
+def _sums(model: Model, split: Split, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Summed NLL and number of errors of each part of a split."""
-    for first in range(0, len(split[0]), EVALUATION_BATCH):
-        index = torch.arange(first, min(first + EVALUATION_BATCH, len(split[0])), device=split[0].device)
+    for first in range(0, len(split[0]), chunk):
+        index = torch.arange(first, min(first + chunk, len(split[0])), device=split[0].device)
         images, labels = batch(split, index)
         log_probability = F.log_softmax(model(images).float(), -1)  # [..., cases, classes]
         picked = log_probability.gather(-1, labels.expand(log_probability.shape[:-1]).unsqueeze(-1)).squeeze(-1)
