@@ -25,6 +25,7 @@ def train(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
     """Train every job, some side by side where that is faster; finished ones are passed over when resuming."""
     waiting = list(jobs)
     failures: list[str] = []  # a run that fails ends alone; the others go on, and all is told at the end
+    loaded: dict[str, data.Dataset] = {}
     accelerator: Accelerator | None = None
     with Stop() as stop:
         while waiting:
@@ -35,7 +36,7 @@ def train(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
             alike = [job for job in waiting if job.config.precision == waiting[0].config.precision][:limit]
             waiting = [job for job in waiting if job not in alike]
             with ExitStack() as folders:
-                runs = [Run(job, settings, accelerator, _dataset(job, settings), say) for job in alike]
+                runs = [Run(job, settings, accelerator, _dataset(job, settings, loaded), say) for job in alike]
                 active = [run for run in runs if run.prepare(folders)]
                 for run in active:
                     run.side_by_side = sum(len(other.job.seeds) for other in active)
@@ -48,8 +49,12 @@ def train(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
         raise RunError("; ".join(failures))
 
 
-def _dataset(job: Job, settings: Settings) -> data.Dataset:
-    return data.load(getattr(job.config, "dataset"), settings.root)  # noqa: B009  (a field of each experiment's own)
+def _dataset(job: Job, settings: Settings, loaded: dict[str, data.Dataset]) -> data.Dataset:
+    """The job's data, read and checked once for all jobs."""
+    name: str = getattr(job.config, "dataset")  # noqa: B009  (a field of each experiment's own)
+    if name not in loaded:
+        loaded[name] = data.load(name, settings.root)
+    return loaded[name]
 
 
 def _together(runs: list[Run], accelerator: Accelerator, stop: Stop) -> list[str]:
