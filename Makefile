@@ -30,8 +30,8 @@ test-gpu:
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills --kills $(KILLS) --record results/soak.json
 
-# The experiments at full size on the real data under DATA, on one GPU, with the Python at hand (about 10 minutes on an
-# H200 for MNIST, 2 for each convnet). Stop it and run it again: it goes on.
+# The experiments at full size on the real data under DATA, on one GPU, with the Python at hand. Stop it and run it
+# again: it goes on.
 NORMS  := layer,batch,batch_hidden,weight,none
 PAPER  := --data $(DATA) --precision tf32 --no-keep-best --checkpoint-every 200000 --resume
 CONV   := --norm none,layer,layer_channel,batch --seeds 3 --log-every 500 --together 12

@@ -126,8 +126,9 @@ class Captured:
     host.
     """
 
-    # Replays of one run before the next run's turn. The driver holds back the host when too much is queued, and then
-    # the runs no longer overlap: twelve convnets took 4.7 ms a round with 16, 12.7 ms with 64 (H200).
+    # Replays of one run before the next run's turn. Small on suspicion only: a command of twelve convnets took 4.7 ms
+    # a round with 16, another (other variants, other logging) 12.7 ms with 64, as if too long a queue held the host
+    # back and kept the runs from overlapping (H200). No run compared bursts alone, and 8 has not been timed.
     burst = 8
     WARM_UP = 3
 
