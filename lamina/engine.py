@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from .sheets import Config, Sheet
 from .stack import Stack
 
 ENGINES = ("auto", "eager", "graph", "compile")
+RUNS_COMPILED = 1024  # in one process
 COMPILE_PAYS = 50_000  # updates after which compiling is earned back: some 6 s a run, 0.15 ms an update (H200, MNIST)
 
 
@@ -48,6 +50,17 @@ def _obstacle(accelerator: Accelerator, config: Config, sheet: Sheet) -> str:
     return "" if sheet.fixed_shapes else "shapes change from batch to batch"
 
 
+def _prepare_compiler() -> None:
+    """Every run of a command compiles the same method: past the limit of 8, the ninth would run uncompiled, and slower.
+
+    Whether matrix products may round to TF32 is what --precision says; the compiler's advice on it is not for us.
+    """
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, RUNS_COMPILED)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, RUNS_COMPILED)
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
+
+
 @dataclass
 class Update:
     """One optimiser update, the same code for every engine.
@@ -68,6 +81,7 @@ class Update:
         self.members = self.model.members if isinstance(self.model, Stack) else 0
         self._losses: Callable[[Tensor], Tensor] = self._plain_losses
         if self.compiled:
+            _prepare_compiler()
             self._losses = torch.compile(self._plain_losses, dynamic=False)
 
     def _plain_losses(self, index: Tensor) -> Tensor:
