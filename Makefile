@@ -36,7 +36,7 @@ NORMS  := layer,batch,batch_hidden,weight,none
 PAPER  := --data $(DATA) --precision tf32 --no-keep-best --checkpoint-every 200000 --resume
 CONV   := --norm none,layer,layer_channel,batch --seeds 3 --log-every 500 --together 12
 paper:
-	$(PYTHON) -m lamina run mnist $(PAPER) --norm $(NORMS) --batch-size 128,4 --seeds 5 --epochs 50 --log-every 20000 \
+	$(PYTHON) -m lamina run mnist $(PAPER) --norm $(NORMS) --batch-size 128,4 --seeds 5 --epochs 40 --log-every 20000 \
 	  --together 10 --tuned results/tuning-mnist_mnist.json
 	$(PYTHON) -m lamina run convnet $(PAPER) $(CONV) --dataset cifar10 --tuned results/tuning-convnet_cifar10.json
 	$(PYTHON) -m lamina run convnet $(PAPER) $(CONV) --dataset fashion_mnist \

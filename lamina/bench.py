@@ -49,7 +49,7 @@ def measure(device: str, quick: bool, say: Callable[[str], None]) -> records.Rec
     """A record of kind "bench"; rounds go through all cases in turn, so that a slow minute harms all alike."""
     accelerator = Accelerator(cpu=device == "cpu")
     cuda = accelerator.device.type == "cuda"
-    rounds, updates = (2, 3) if quick else (5, 200 if cuda else 20)
+    rounds, updates = (2, 3) if quick else (5, 60 if cuda else 20)
     cases = [Case(*key) for key in _keys(cuda, quick)]
     ready = [_prepare(case, accelerator, updates) for case in cases]
     for number in range(rounds):

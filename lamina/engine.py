@@ -140,9 +140,8 @@ class Captured:
     host.
     """
 
-    # Replays of one run before the next run's turn. Small on suspicion only: a command of twelve convnets took 4.7 ms
-    # a round with 16, another (other variants, other logging) 12.7 ms with 64, as if too long a queue held the host
-    # back and kept the runs from overlapping (H200). No run compared bursts alone, and 8 has not been timed.
+    # Replays of one run before the next run's turn. Twelve convnets side by side took 4.09, 4.12, 4.18 and 4.23 s an
+    # epoch with 4, 8, 16 and 64 (H200): it hardly matters; few keep the answer to a signal quick.
     burst = 8
     WARM_UP = 3
 
