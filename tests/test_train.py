@@ -605,6 +605,21 @@ def test_convnet_runs_and_measures_its_border(tmp_path, say, norm):
     assert read(tmp_path, wanted, "eval")[-1]["train_nll"] < 2.4
 
 
+@pytest.mark.parametrize("statistics", ["exact", "running"])
+def test_batch_norm_of_the_convnet_is_evaluated_with_the_statistics_asked_for(statistics):
+    config = ConvnetConfig(dataset="mnist", width=4, units=16, norm="batch", statistics=statistics)
+    splits = images.splits(_digits(), config)
+    module = experiments.module_of("convnet")
+    model = module.build(config, splits).eval()
+    module.evaluate(model, splits, config)
+    pixels, _ = images.batch(splits["train"], torch.arange(len(splits["train"][0])))
+    summed = model.conv1._conv_forward(pixels.unsqueeze(1), model.conv1.weight, None)
+    kept = model.conv1.statistics
+    expected = summed.mean((0, 2, 3)) if statistics == "exact" else torch.zeros(4)
+    torch.testing.assert_close(kept.running_mean, expected)
+    assert not model.training
+
+
 def test_border_statistics_by_hand():
     """A 4x4 picture: 12 positions at distance 0, 4 at distance 1."""
     module = experiments.module_of("convnet")

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import Conv2d, Linear
+from ..population import population_statistics
 from ..sheets.convnet import LAYERS, ConvnetConfig
-from . import Split
-from .images import batch, evaluate, initialise, loss, splits
+from . import Split, images
+from .images import batch, initialise, loss, parts, splits
 
 __all__ = ["batch", "build", "evaluate", "inspect", "loss", "splits"]
 
@@ -53,6 +54,13 @@ def build(config: ConvnetConfig, splits: Mapping[str, Split]) -> nn.Module:
     """The network for the images and classes at hand."""
     images, labels = splits["train"]
     return initialise(ConvNet(config, tuple(images.shape[1:]), int(labels.max()) + 1))
+
+
+def evaluate(model: nn.Module, splits: Mapping[str, Split], config: ConvnetConfig) -> dict[str, Tensor]:
+    """NLL and error of each split."""
+    if config.norm == "batch" and config.statistics == "exact":
+        population_statistics(model, (images.batch(splits["train"], index) for index in parts(splits["train"])))
+    return images.evaluate(model, splits, config)
 
 
 @torch.no_grad()

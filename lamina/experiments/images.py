@@ -51,10 +51,15 @@ def evaluate(model: Model, splits: Mapping[str, Split], config: Any, chunk: int 
     return found
 
 
+def parts(split: Split, chunk: int = CHUNK) -> Iterator[Tensor]:
+    """The cases of a split in order, ``chunk`` at a time."""
+    for first in range(0, len(split[0]), chunk):
+        yield torch.arange(first, min(first + chunk, len(split[0])), device=split[0].device)
+
+
 def _sums(model: Model, split: Split, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Summed NLL and number of errors of each part of a split."""
-    for first in range(0, len(split[0]), chunk):
-        index = torch.arange(first, min(first + chunk, len(split[0])), device=split[0].device)
+    for index in parts(split, chunk):
         images, labels = batch(split, index)
         log_probability = F.log_softmax(model(images).float(), -1)  # [..., cases, classes]
         picked = log_probability.gather(-1, labels.expand(log_probability.shape[:-1]).unsqueeze(-1)).squeeze(-1)
