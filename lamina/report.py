@@ -321,7 +321,10 @@ def _machine(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     dirty = " with local changes" if env.get("dirty") else ""
     yield "Machine", ", ".join(str(part) for part in parts if part)
     yield "Code", f"lamina {env.get('lamina', '?')}, commit {commit or 'not recorded'}{dirty}"
-    yield "Versions", ", ".join(f"{key} {value}" for key, value in env.get("versions", {}).items()) or "not recorded"
+    yield (
+        "Versions",
+        ", ".join(f"{key} {value}" for key, value in sorted(env.get("versions", {}).items())) or "not recorded",
+    )
     yield "Recorded", str(env.get("created", "not recorded"))
 
 
