@@ -11,7 +11,7 @@ KILLS ?= 100
 
 DATA  ?= $(LAMINA_DATA)
 
-.PHONY: reproduce test test-gpu soak paper results lint types format clean
+.PHONY: reproduce test test-gpu bench-gpu soak paper results lint types format clean
 
 reproduce: $(STAMP)
 	$(BIN)/lamina reproduce
@@ -25,6 +25,10 @@ test: $(STAMP)
 # The same tests plus those marked gpu, with the Python at hand: nothing is installed.
 test-gpu:
 	LAMINA_TEST_DEVICE=cuda PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -n $(WORKERS) --dist worksteal tests
+
+# Speed of the recurrent layers on a GPU against cuDNN's, with the Python at hand.
+bench-gpu:
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --rivals --out results/bench-sequence.json
 
 # A run killed with SIGKILL at random moments, resumed each time, compared with one that was never touched.
 soak: $(STAMP)

@@ -22,6 +22,7 @@ __all__ = [
     "positive_int",
     "probability",
     "readable",
+    "transformed",
 ]
 
 
@@ -108,3 +109,11 @@ def check_kind(layer: str, input: object, parameter: Tensor | None, *, half_inpu
             "Cast one of them with .to(dtype), or use torch.autocast.",
         )
     return input
+
+
+def transformed(*tensors: Tensor) -> bool:
+    """Whether any tensor is inside a ``torch.func`` transform, or carries a forward-mode tangent."""
+    if torch.compiler.is_compiling():
+        return False
+    wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+    return wrapped or torch.autograd.forward_ad._current_level >= 0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import opaque, reference
-from .checks import autocast_dtype, describe, epsilon, fail, one_of, readable
+from .checks import autocast_dtype, describe, epsilon, fail, one_of, readable, transformed
 from .kernels import Choice, Request, choose
 from .placements import GATES, STATES, resolve
 from .reference import EPS_MODES, CellWeights, LSTMState, Masks, Moments, Recurrence, SequenceResult
@@ -161,8 +161,12 @@ def gru(
 def run(call: Recurrence, backend: str = "auto", *, single_step: bool = False) -> SequenceResult:
     """Check a recurrence, pick its backend and run it; layers and cells (``single_step``) come in here."""
     check_recurrence(call)
-    choice = choose(_request(call, single_step), backend)
     call = _under_autocast(call)
+    choice = choose(_request(call, single_step), backend)
+    if choice.backend == "triton":
+        from .kernels import fused  # Triton is imported where it is used
+
+        return fused.run(call, choice.path)
     return opaque.run(call) if choice.opaque else reference.evaluate(call)
 
 
@@ -170,6 +174,8 @@ def _request(call: Recurrence, single_step: bool) -> Request:
     return Request(
         "recurrence", call.input.device, call.input.dtype, call.eps, call.eps_mode,
         call.cell, call.norm, call.placement.name, single_step,
+        call.weights.weight_hh.shape[0] // GATES[call.cell], call.input.shape[1],
+        call.weights.weight_hr is not None, transformed(call.input, call.weights.weight_hh),
     )  # fmt: skip
 
 
@@ -345,9 +351,14 @@ def explain(target: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -
     x, eps, mode, backend = (given[name] for name in ("input", "eps", "eps_mode", "backend"))
     if target is layer_norm:
         return choose(Request("layer_norm", x.device, x.dtype, eps, mode), backend)
-    cell, norm = cells[target], given["norm"]
+    cell, norm, w = cells[target], given["norm"], given["weights"]
     where = resolve(cell, norm, given["placement"])
-    return choose(Request("recurrence", x.device, x.dtype, eps, mode, cell, norm, where.name), backend)
+    dtype = autocast_dtype(x) or x.dtype
+    request = Request(
+        "recurrence", x.device, dtype, eps, mode, cell, norm, where.name, False,
+        w.weight_hh.shape[0] // GATES[cell], x.shape[1], w.weight_hr is not None, transformed(x, w.weight_hh),
+    )  # fmt: skip
+    return choose(request, backend)
 
 
 def _explain_module(layer: nn.Module, *args: Any) -> Choice:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .baselines import StepStatistics
-from .checks import positive_int
+from .checks import autocast_dtype, positive_int, transformed
 from .kernels import Request
 from .options import CellOptions, Options, initialise, parameter_shapes
 from .placements import STATES
@@ -155,9 +155,20 @@ class RecurrentModule(nn.Module):
         """What ``lamina.explain`` decides on: the input if there is one, else the parameters."""
         weight = self.get_parameter("weight_ih" + self._suffixes()[0])
         like = next((a.data if isinstance(a, PackedSequence) else a for a in args), weight)
-        name, single = self._where.name, self.single_step
+        dtype = autocast_dtype(like) or like.dtype
         return Request(
-            "recurrence", like.device, like.dtype, self.eps, self.eps_mode, self.cell, self.norm, name, single
+            "recurrence", like.device, dtype, self.eps, self.eps_mode, self.cell, self.norm, self._where.name,
+            self.single_step, self.hidden_size, self._batch_of(*args), bool(self.proj_size),
+            transformed(like),
+        )  # fmt: skip
+
+    def _batch_of(self, *args: Any) -> int:
+        """The number of cases of an input; 1 where there is none to look at."""
+        x = args[0] if args else None
+        if isinstance(x, PackedSequence):
+            return int(x.batch_sizes[0])
+        return (
+            int(x.shape[-2 if not getattr(self, "batch_first", False) else 0]) if x is not None and x.dim() == 3 else 1
         )
 
     def _option_repr(self) -> list[str]:

@@ -9,6 +9,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what CUDA asks for when results must repeat
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU, one program after another
 settings.register_profile("lamina", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("lamina")
 

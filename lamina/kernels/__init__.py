@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import dataclass
 
 import torch
 
 from ..checks import BackendError, one_of
 
+HOPPER = (9, 0)  # the kernels were measured and tested on it; elsewhere they run when asked for by name
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 # The names a caller may force; a faster backend is added here and to `choose`.
 BACKENDS = {
     "layer_norm": ("auto", "reference", "torch"),
-    "recurrence": ("auto", "reference"),
+    "recurrence": ("auto", "reference", "triton"),
 }
 
 
@@ -28,6 +33,10 @@ class Request:
     norm: str | None = None
     placement: str = ""
     single_step: bool = False  # a cell, called once a step
+    hidden: int = 1
+    batch: int = 1
+    projection: bool = False
+    transformed: bool = False  # inside torch.func or forward-mode differentiation
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class Choice:
     backend: str
     reason: str
     opaque: bool = False  # runs inside a custom op that a compiler does not look into
+    path: str = ""  # of the triton backend: "persistent" or "steps"
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.reason}"
@@ -66,11 +76,59 @@ def _choose_layer_norm(request: Request, backend: str) -> Choice:
 def _choose_recurrence(request: Request, backend: str) -> Choice:
     if backend == "reference":
         return Choice("reference", "asked for by name: plain PyTorch, one step after another")
-    if torch.onnx.is_in_onnx_export():
+    if backend == "auto" and torch.onnx.is_in_onnx_export():
         return Choice("reference", "ONNX export: the steps are written out so that ONNX needs no custom operator")
+    obstacle = _obstacle(request, forced=backend == "triton")
+    if backend == "triton" and obstacle:
+        raise BackendError(f"backend='triton' cannot serve {_name(request)}: {obstacle}. Use backend='auto'.")
+    if not obstacle:
+        return _fused(request, backend)
+    why = f"plain PyTorch serves {_name(request)} on {request.device.type}: {obstacle}"
     if torch.compiler.is_compiling() and not request.single_step:
-        why = "inside one opaque operator, so that torch.compile and torch.export do not unroll the steps"
+        why += "; inside one opaque operator, so that torch.compile and torch.export do not unroll the steps"
         return Choice("reference", why, opaque=True)
+    return Choice("reference", why)
+
+
+def _name(request: Request) -> str:
     name = f"{request.cell} ({'no' if request.norm is None else request.norm} norm"
-    name += f", placement {request.placement!r})" if request.placement not in ("", "none") else ")"
-    return Choice("reference", f"plain PyTorch serves {name} on {request.device.type}; no fused kernel exists yet")
+    return name + (f", placement {request.placement!r})" if request.placement not in ("", "none") else ")")
+
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # nothing is imported
+
+
+def interpreted() -> bool:
+    """Triton's interpreter runs kernels on the CPU, slowly: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _obstacle(request: Request, forced: bool) -> str:
+    """Why the fused kernels cannot serve a recurrence; empty when they can."""
+    if request.device.type != "cuda" and not (forced and interpreted()):
+        return "the fused kernels run on CUDA devices only"
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if request.dtype not in FUSED_DTYPES:
+        return f"the kernels compute in float32, bfloat16 and float16, not {str(request.dtype).removeprefix('torch.')}"
+    if request.norm == "batch":
+        return "recurrent batch norm mixes the cases of a batch"
+    if request.projection:
+        return "proj_size is not fused"
+    if request.single_step:
+        return "a cell's single step is not fused"
+    if request.transformed:
+        return "torch.func transforms and forward-mode gradients need plain operations"
+    if request.batch == 0:
+        return "the batch is empty"
+    if request.device.type == "cuda" and not forced and torch.cuda.get_device_capability(request.device) < HOPPER:
+        return "the fused kernels are tested on Hopper GPUs; backend='triton' tries them here"
+    return ""
+
+
+def _fused(request: Request, backend: str) -> Choice:
+    from .launch import path_for
+
+    path, why = path_for(request)
+    again = "; gradients of gradients take the reference's route"
+    return Choice("triton", f"{'asked for by name; ' if backend == 'triton' else ''}{why}{again}", path=path)

@@ -1,0 +1,228 @@
+"""Speed of the fused recurrences on a GPU: a training step (forward and backward) of one layer, microseconds a step.
+
+    python benchmarks/speed.py --out results/bench-sequence.json
+
+For each cell, dtype and shape, in one process and in interleaved rounds: our layer-normalised layer, our plain layer,
+cuDNN's plain layer, and with --rivals the step-by-step layer-normalised loop. A case is timed only after its output
+and gradients were compared with the float64 reference. Random numbers in, input projection included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lamina
+from lamina import records
+
+# batch, steps, inputs, units
+SHAPES = (
+    (64, 100, 512, 512), (32, 512, 1024, 1024), (16, 1024, 768, 768), (8, 500, 400, 400), (8, 500, 384, 384),
+    (128, 64, 256, 256), (128, 30, 640, 2400), (128, 40, 384, 1024), (1, 500, 512, 512), (16, 64, 1024, 4096),
+)  # fmt: skip
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+EAGER = "LN, step by step"
+OURS, PLAIN, CUDNN = "LN", "plain", "cuDNN plain"
+EXCHANGE = 0.8  # microseconds: what one meeting of 16 programs took, measured alone on an H200
+BANDWIDTH = 4.8e6  # bytes a microsecond, of an H200's memory
+EXCHANGES = {"LSTM": (3, 2), "GRU": (2, 1)}  # of a layer-normalised step, forward and backward
+
+
+def persistent(cell: str, dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether cuDNN has its fast kernel for the case: fp16 LSTMs of some sizes."""
+    batch, _, _, hidden = shape
+    return cell == "LSTM" and dtype == "fp16" and hidden <= 1024 and hidden % 128 == 0 and batch % 8 == 0
+
+
+def floor(cell: str, dtype: str, shape: tuple[int, ...]) -> float:
+    """The least microseconds of a step: exchanges one after another, or what must be moved through memory."""
+    batch, steps, inputs, hidden = shape
+    gates, size = {"LSTM": 4, "GRU": 3}[cell], torch.empty((), dtype=DTYPES[dtype]).element_size()
+    kept = batch * hidden * (2 * gates * 4 + 3 * gates * size + 4 * size)  # W_x x, what backward reads, gradients
+    weights = gates * hidden * (hidden + inputs) * size
+    on_chip = weights < 30e6  # the shared memory of all multiprocessors
+    moved = kept + weights * (3 / steps if on_chip else 2)
+    return max(EXCHANGE * sum(EXCHANGES[cell]), moved / BANDWIDTH)
+
+
+def contenders(cell: str, dtype: torch.dtype, shape: tuple[int, ...], rivals: bool) -> dict[str, nn.Module]:
+    """Layers of the same size, by name."""
+    _, _, inputs, hidden = shape
+    make = getattr(lamina, cell)
+    found = {
+        OURS: make(inputs, hidden, device="cuda", dtype=dtype),
+        PLAIN: make(inputs, hidden, norm=None, device="cuda", dtype=dtype),
+        CUDNN: getattr(nn, cell)(inputs, hidden, device="cuda", dtype=dtype),
+    }
+    if rivals and hidden <= 1024:
+        found[EAGER] = make(inputs, hidden, backend="reference", device="cuda", dtype=dtype)
+    return found
+
+
+def training_step(layer: nn.Module, x: Tensor, upstream: Tensor) -> Callable[[], None]:
+    """Forward and backward into fresh gradients."""
+    leaves = [x, *layer.parameters()]
+
+    def step() -> None:
+        torch.autograd.grad(layer(x)[0], leaves, upstream)
+
+    return step
+
+
+def errors(cell: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[float, float]:
+    """The largest relative error of outputs and gradients over 8 steps, ours and the same-precision reference's."""
+    batch, _, inputs, hidden = shape
+    layers = [
+        getattr(lamina, cell)(inputs, hidden, device="cuda", dtype=dtype, backend=b) for b in ("auto", "reference")
+    ]
+    truth = getattr(lamina, cell)(inputs, hidden, device="cuda", dtype=torch.float64)
+    for layer in (*layers[1:], truth):
+        layer.load_state_dict(layers[0].state_dict())
+    x, d = (torch.randn(8, batch, n, device="cuda").to(dtype) for n in (inputs, hidden))
+    found = []
+    for layer in (*layers, truth):
+        own = x.to(next(layer.parameters()).dtype).requires_grad_()
+        out = layer(own)[0]
+        found.append([out, *torch.autograd.grad(out, [own, *layer.parameters()], d.to(out.dtype))])
+    ours, plain = (
+        max(((a.double() - b).norm() / b.norm().clamp(min=1e-9)).item() for a, b in zip(some, found[2]))
+        for some in found[:2]
+    )
+    return ours, plain
+
+
+def milliseconds(step: Callable[[], None], repeats: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def measure(cell: str, dtype: str, shape: tuple[int, ...], rounds: int, rivals: bool) -> dict[str, Any]:
+    """One row: microseconds a step of every contender in every round, ratios to cuDNN, errors and memory."""
+    kind, (batch, steps, inputs, hidden) = DTYPES[dtype], shape
+    ours, plain = errors(cell, kind, shape)
+    if not ours <= 2 * plain + 1e-3:
+        raise RuntimeError(f"{cell} {dtype} {shape}: error {ours:.2g}, reference {plain:.2g}: not timed")
+    x = torch.randn(steps, batch, inputs, device="cuda", dtype=kind, requires_grad=True)
+    upstream = torch.randn(steps, batch, hidden, device="cuda", dtype=kind)
+    layers = contenders(cell, kind, shape, rivals)
+    ready = {name: training_step(layer, x, upstream) for name, layer in layers.items()}
+    memory = {name: _peak(step) for name, step in ready.items()}
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    repeats = max(1, 200 // steps)
+    for _ in range(rounds):
+        for name, step in ready.items():
+            times[name].append(1000 * milliseconds(step, repeats if name != EAGER else 1) / steps)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "cell": cell, "dtype": dtype, "shape": list(shape), "cudnn_persistent": persistent(cell, dtype, shape),
+        "backend": str(lamina.explain(layers[OURS], x)), "microseconds": times, "median": medians,
+        "ratio_to_cudnn": medians[OURS] / medians[CUDNN], "ratio_to_own_plain": medians[OURS] / medians[PLAIN],
+        "ratio_to_step_by_step": medians[OURS] / medians[EAGER] if EAGER in medians else None,
+        "share_of_floor": floor(cell, dtype, shape) / medians[OURS], "peak_megabytes": memory,
+        "error": ours, "error_of_reference": plain,
+    }  # fmt: skip
+
+
+def _peak(step: Callable[[], None]) -> float:
+    """Megabytes at the highest point of a step, after one that compiles what there is to compile."""
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def geometric_means(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of the ratios to cuDNN, by cell and dtype; cuDNN's persistent cases apart."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        corner = ", cuDNN persistent" if row["cudnn_persistent"] else ""
+        found.setdefault(f"{row['cell']} {row['dtype']}{corner}", []).append(row["ratio_to_cudnn"])
+    return {
+        name: {"mean": math.exp(statistics.fmean(map(math.log, ratios))), "highest": max(ratios), "n": len(ratios)}
+        for name, ratios in found.items()
+    }
+
+
+def compile_ahead(cells: list[str], dtypes: list[str], shapes: list[int], workers: int) -> None:
+    """Compile every kernel in several processes at once; Triton's cache is shared."""
+    cases = [(c, d, s) for c in cells for d in dtypes for s in shapes]
+    code = "import sys; sys.path.insert(0, 'benchmarks'); import speed; speed.touch(sys.argv[1:])"
+    parts = [cases[k::workers] for k in range(workers)]
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, *(f"{c}:{d}:{s}" for c, d, s in part)]) for part in parts if part
+    ]
+    for process in running:
+        process.wait()
+
+
+def touch(cases: list[str]) -> None:
+    """Run each case once over two steps."""
+    for case in cases:
+        cell, dtype, number = case.split(":")
+        batch, _, inputs, hidden = SHAPES[int(number)]
+        x = torch.randn(2, batch, inputs, device="cuda", dtype=DTYPES[dtype], requires_grad=True)
+        for norm in ("layer", None):
+            layer = getattr(lamina, cell)(inputs, hidden, norm=norm, device="cuda", dtype=DTYPES[dtype])
+            layer(x)[0].sum().backward()
+
+
+def main() -> None:
+    """Measure, print, and write the record after every row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", default="LSTM,GRU")
+    parser.add_argument("--dtypes", default="bf16,fp32,fp16")
+    parser.add_argument(
+        "--shapes", default=",".join(map(str, range(len(SHAPES)))), help="numbers in the list of shapes"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rivals", action="store_true", help="also the step-by-step layer-normalised loop")
+    parser.add_argument("--workers", type=int, default=8, help="processes that compile")
+    parser.add_argument("--out", default="results/bench-sequence.json")
+    given = parser.parse_args()
+    cells, dtypes, shapes = given.cells.split(","), given.dtypes.split(","), [int(n) for n in given.shapes.split(",")]
+    torch.backends.cuda.matmul.allow_tf32 = True  # the reference's float32 products, as cuDNN's and ours
+    compile_ahead(cells, dtypes, shapes, given.workers)
+    rows: list[dict[str, Any]] = []
+    for cell in cells:
+        for dtype in dtypes:
+            for number in shapes:
+                row = measure(cell, dtype, SHAPES[number], given.rounds, given.rivals)
+                rows.append(row)
+                shown = "  ".join(f"{name} {value:.1f}" for name, value in row["median"].items())
+                print(f"{cell} {dtype} {SHAPES[number]}: {shown}  ratio {row['ratio_to_cudnn']:.2f}", flush=True)
+                _write(given.out, rows)
+    for name, mean in geometric_means(rows).items():
+        print(f"{name}: geometric mean {mean['mean']:.3f}, highest {mean['highest']:.2f} of {mean['n']}")
+
+
+def _write(out: str, rows: list[dict[str, Any]]) -> None:
+    record = {
+        "schema": records.SCHEMA, "kind": "bench", "name": "sequence",
+        "title": "Training step of one recurrent layer on a GPU, microseconds a time step",
+        "environment": records.environment(), "command": " ".join(["python", *sys.argv]),
+        "geometric_means": geometric_means(rows), "rows": rows,
+    }  # fmt: skip
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    Path(out).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

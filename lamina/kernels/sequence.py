@@ -1,0 +1,733 @@
+"""A whole recurrence in one launch, forward and backward: Triton kernels whose programs wait for each other.
+
+Layout. Batch rows are cut into tiles of BM; a *group* of P programs serves one tile, and each of them, a *member*,
+owns BU hidden units with all their gates, so gates and states never leave it. What travels between members each step
+is the new h and a few sums per row for the norms. Sums travel as words that carry their step's number, so a reader
+polls the word itself: one trip through L2, no fence. h (backward: the shares of dL/dh) is written, the group's counter
+raised, and read past the L1 cache once all have arrived. Weights stay in shared memory for all steps where they fit
+(RESIDENT) and are read from L2 each step where they do not.
+
+Tensors inside are [gates, units, rows], units x rows = BU x BM; the product is W [gates*units, K] times h' [K, rows],
+which is the shape Hopper's matrix unit wants. GRU's three gates are padded to four.
+
+W_h (and, where the norm stands on the sum, W_x x) come centred over each normalised group: their product has mean 0,
+so the norm needs one sum per row, of squares (the paper's re-centring invariance).
+
+Backward. dL/dh' = W~' (rstd (dy - x^ s)): the row's scalar s is known only after all members met, so it is applied
+after the product, with Q = W~' x^ prepared for all steps at once; the mean term dies because W~ is centred.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+COUNTS = ["T", "B", "P", "groups", "first"]  # a new batch size or length compiles nothing
+
+# Values of CELL.
+RNN, LSTM, GRU, DREAMER = (tl.constexpr(k) for k in range(4))
+# Values of SITE: where the product's norm stands.
+NOWHERE, ON_HH, ON_SUM = (tl.constexpr(k) for k in range(3))
+# Values of SPLIT: which gates share statistics.
+TOGETHER, APART, PAIR = (tl.constexpr(k) for k in range(3))
+
+
+@triton.jit
+def _wide(n):
+    """A count in 64 bits: offsets of long sequences pass 2^31."""
+    return tl.full((), 0, tl.int64) + n
+
+
+@triton.jit
+def _sigmoid(x):
+    e = tl.exp(-tl.abs(x))  # never overflows
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def _tanh(x):
+    """By exponentials, and near 0, where those would cancel, by the series."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    small = tl.where(tl.abs(x) < 0.25, x, 0.0)
+    s = small * small
+    near = small * (1.0 - s * (1.0 / 3 - s * (2.0 / 15 - s * (17.0 / 315 - s * (62.0 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x >= 0, far, -far))
+
+
+@triton.jit
+def _inverse_deviation(var, eps, STD: tl.constexpr):
+    """1/sqrt(var + eps), or 1/(sqrt(var) + eps); 0 where that is not finite, as the reference has it."""
+    deviation = tl.sqrt(var) + eps if STD else tl.sqrt(var + eps)
+    return tl.where(deviation > 0, 1.0 / tl.where(deviation > 0, deviation, 1.0), 0.0)
+
+
+@triton.jit
+def _std_correction(rstd, eps, STD: tl.constexpr):
+    """What the norm's projection term is multiplied with: 1, or (s + eps)/s when eps was added to s itself."""
+    if STD:
+        apart = 1.0 - eps * rstd  # s / (s + eps)
+        return tl.where((rstd > 0) & (apart > 0), 1.0 / tl.where(apart > 0, apart, 1.0), 0.0)
+    else:
+        return 1.0
+
+
+@triton.jit
+def _as_operand(x, like, PRECISION: tl.constexpr):
+    """x in the dtype of the product; for TF32 rounded to nearest, where the matrix unit would cut off (seen: 3x).
+
+    PRECISION "ieee" is the interpreter's, which multiplies 16-bit numbers wrongly: it gets them in float32.
+    """
+    x = x.to(like)
+    if PRECISION == "ieee":
+        x = x.to(tl.float32)
+    if (like == tl.float32) & (PRECISION == "tf32"):
+        x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _arrive(counter, SOLO: tl.constexpr):
+    """What this program has written before is there for whoever waits."""
+    tl.debug_barrier()
+    if not SOLO:
+        tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def _wait(counter, arrivals, SOLO: tl.constexpr):
+    """Until the group's members have arrived ``arrivals`` times in all."""
+    if SOLO:
+        tl.debug_barrier()
+    else:
+        while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < arrivals:
+            pass
+
+
+@triton.jit
+def _word(value, number):
+    """A float32 and the number of the exchange it belongs to, in 64 bits: written and read as one."""
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return bits | (_wide(number) << 32)
+
+
+@triton.jit
+def _polled(words, ok, number):
+    """The values at ``words`` once all of them belong to exchange ``number``."""
+    got = tl.load(words, mask=ok, other=0, volatile=True)
+    while tl.min(tl.where(ok, got >> 32, number)) < number:
+        got = tl.load(words, mask=ok, other=0, volatile=True)
+    return tl.where(ok, got.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def _split(a, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr):
+    """[4, BU, BM] as four [BU, BM]."""
+    pairs = tl.reshape(tl.permute(a, (1, 2, 0)), (BU, BM, 2, 2))
+    even, odd = tl.split(pairs)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _join(first, second, third, fourth):
+    """The inverse of ``_split``."""
+    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))  # [BU, BM, (0 2 | 1 3) -> 2, 2]
+    flat = tl.reshape(pairs, (first.shape[0], first.shape[1], 4))  # gates 0, 1, 2, 3: the last axis is even/odd
+    return tl.permute(flat, (2, 0, 1))
+
+
+@triton.jit
+def _row_sums(a, b, SPLIT: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr):
+    """Sums of a b [GP, BU, BM] over the units and over gates that share statistics: [NS * BM]."""
+    if SPLIT == TOGETHER:
+        return tl.sum(tl.reshape(a * b, (GP * BU, BM)), 0)
+    elif SPLIT == PAIR:  # gates 0 and 1 together, 2 (and 3, which is padding and 0) apart
+        return tl.reshape(tl.sum(tl.reshape(a * b, (2, 2 * BU, BM)), 1), (2 * BM,))
+    else:
+        return tl.reshape(tl.sum(a * b, 1), (GP * BM,))
+
+
+@triton.jit
+def _for_gates(rows, SPLIT: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr):
+    """What each gate's group has [NS, BM] as [GP, BM] or, where all gates share it, [1, BM]."""
+    if SPLIT == PAIR:
+        return tl.reshape(tl.broadcast_to(rows[:, None, :], (2, 2, BM)), (GP, BM))
+    else:
+        return rows
+
+
+@triton.jit
+def _group_width(H, G: tl.constexpr, SPLIT: tl.constexpr, NS: tl.constexpr):
+    """Entries behind each group's statistics, [NS, 1]."""
+    if SPLIT == PAIR:
+        return tl.where(tl.arange(0, NS)[:, None] == 0, 2.0 * H, 1.0 * H)
+    else:
+        return tl.zeros((NS, 1), tl.float32) + (1.0 * G * H if SPLIT == TOGETHER else 1.0 * H)
+
+
+@triton.jit
+def _summed_over_members(words, mine, member, number, P, P2: tl.constexpr, N: tl.constexpr, SOLO: tl.constexpr):
+    """The sum over members of ``mine`` [N], always in the same order."""
+    if SOLO:
+        return mine
+    else:
+        n, p = tl.arange(0, N), tl.arange(0, P2)
+        tl.store(words + member * N + n, _word(mine, number))
+        return tl.sum(_polled(words + p[:, None] * N + n[None, :], (p < P)[:, None] & (n >= 0)[None, :], number), 0)
+
+
+@triton.jit
+def _moments(words, c, own, count, member, number, H, P, P2: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
+             SOLO: tl.constexpr):  # fmt: skip
+    """Mean and variance of each row of c over all members' units, from one exchange.
+
+    Members publish their own mean and squared deviations; merged as Chan et al. do, nothing cancels.
+    """
+    mean = tl.sum(tl.where(own, c, 0.0), 0) / count
+    apart = tl.where(own, c - mean[None, :], 0.0)
+    squares = tl.sum(apart * apart, 0)
+    if SOLO:
+        return mean, squares / H
+    else:
+        n, p = tl.arange(0, 2 * BM), tl.arange(0, P2)
+        tl.store(words + member * (2 * BM) + n, _word(tl.reshape(tl.join(mean, squares), (2 * BM,)), number))
+        ok = (p < P)[:, None] & (n >= 0)[None, :]
+        got = _polled(words + p[:, None] * (2 * BM) + n[None, :], ok, number)
+        means, within = tl.split(tl.reshape(got, (P2, BM, 2)))
+        counts = 1.0 * tl.where(p < P, tl.minimum(H - p * BU, BU), 0)[:, None]
+        total = tl.sum(means * counts, 0) / H
+        away = means - total[None, :]
+        return total, tl.sum(within + away * away * counts, 0) / H
+
+
+@triton.jit
+def _operand(hist, initial, drop, restart, rows, k, B, H, HAS_RESETS: tl.constexpr, HAS_DROP: tl.constexpr):
+    """h' for the product, [BM, K]."""
+    ok = (rows < B)[:, None] & (k < H)[None, :]
+    at = rows[:, None] * H + k[None, :]
+    h = tl.load(hist + at, mask=ok, other=0.0, cache_modifier=".cg")
+    if HAS_RESETS:
+        h = tl.where(restart[:, None], tl.load(initial + at, mask=ok, other=0.0), h)
+    if HAS_DROP:
+        h = (h * tl.load(drop + at, mask=ok, other=0.0)).to(h.dtype)
+    return h
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def forward_kernel(
+    x, weight, gain, bias, gain_cell, bias_cell,  # [T, B, G*H], [G*H, H], [G*H], [G*H], [H], [H]
+    hist, c_hist,  # [T+1, B, H], the first entry given; hist in the product's dtype, c_hist float32
+    h_first,  # [B, H] float32
+    xhat, rstds, cell_mean, cell_rstd,  # kept for backward: [T, B, G*H], [T, NS, B], [T, B], [T, B]
+    sums, moments, counters,  # exchange, all 0 at first: [2, groups, P, NS*BM], [2, groups, P, 2*BM], [groups]
+    lengths, resets, keep_h, keep_c, drop,  # [B], [T, B], [T, B, H] or strides 0, [B, H]
+    keep_h_t, keep_h_b, keep_h_u, keep_c_t, keep_c_b, keep_c_u,  # strides
+    T, B, H, P, groups, first, eps,  # first: the tile of rows that this launch's first group serves
+    CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
+    RELU: tl.constexpr, STD: tl.constexpr, TRAIN: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, HAS_RESETS: tl.constexpr, HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr,
+    HAS_DROP: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, K: tl.constexpr, NK: tl.constexpr,
+    P2: tl.constexpr, RESIDENT: tl.constexpr, SOLO: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """One group of programs walks its tile of rows through all T steps."""
+    group, member = tl.program_id(0) // P, tl.program_id(0) % P
+    NS: tl.constexpr = 1 if SPLIT == TOGETHER else (2 if SPLIT == PAIR else GP)
+    rows = (first + group) * BM + tl.arange(0, BM)
+    units = member * BU + tl.arange(0, BU)
+    gates = tl.arange(0, GP)
+    row_ok, unit_ok = rows < B, units < H
+    own = unit_ok[:, None] & row_ok[None, :]
+    own_gates = (gates < G)[:, None, None] & own[None, :, :]
+    columns = gates[:, None, None] * H + units[None, :, None]
+    at_gates = rows[None, None, :] * (G * H) + columns
+    at = rows[None, :] * H + units[:, None]
+    groups_of = tl.arange(0, NS)[:, None]
+    step_gates, step_units = _wide(B) * G * H, _wide(B) * H
+    counter = counters + group
+    arrivals = 0
+    sums += group * P * NS * BM
+    moments += group * P * 2 * BM
+    sums_turn, moments_turn = groups * P * NS * BM, groups * P * 2 * BM
+
+    # Row r of this member's weights is gate r // BU of unit r % BU.
+    r = tl.arange(0, GP * BU)
+    k = tl.arange(0, K)
+    r_unit = member * BU + r % BU
+    r_ok = (r // BU < G) & (r_unit < H)
+    at_weight = weight + ((r // BU) * H + r_unit).to(tl.int64) * H
+    w = ()
+    if RESIDENT:
+        for part in tl.static_range(NK):
+            ok = r_ok[:, None] & (part * K + k < H)[None, :]
+            piece = tl.load(at_weight[:, None] + (part * K + k)[None, :], mask=ok, other=0.0)
+            w = w + (_as_operand(piece, weight.dtype.element_ty, PRECISION),)
+
+    gate_ok = (gates < G)[:, None, None] & unit_ok[None, :, None]
+    if SITE != NOWHERE:
+        gain3 = tl.load(gain + columns, mask=gate_ok, other=0.0)
+        width = _group_width(H, G, SPLIT, NS)
+    bias3 = tl.load(bias + columns, mask=gate_ok, other=0.0)
+    if CELL_NORM:
+        own_gain = tl.load(gain_cell + units, mask=unit_ok, other=0.0)[:, None]
+        own_bias = tl.load(bias_cell + units, mask=unit_ok, other=0.0)[:, None]
+    h = tl.load(h_first + at, mask=own, other=0.0)
+    h_start = h
+    c = tl.zeros((BU, BM), tl.float32)
+    if CELL == LSTM:
+        c = tl.load(c_hist + at, mask=own, other=0.0)
+    c_start = c
+    count = 1.0 * tl.minimum(H - member * BU, BU)
+    if HAS_LENGTHS:
+        length = tl.load(lengths + rows, mask=row_ok, other=0)
+    x3 = tl.load(x + at_gates, mask=own_gates, other=0.0).to(tl.float32)
+
+    for t in tl.range(0, T, num_stages=1):
+        turn = t % 2
+        restart = row_ok
+        if HAS_RESETS:
+            restart = tl.load(resets + t * B + rows, mask=row_ok, other=0) != 0
+            h = tl.where(restart[None, :], h_start, h)
+            c = tl.where(restart[None, :], c_start, c)
+
+        # The product.
+        hist_t = hist + t * step_units
+        y = tl.zeros((GP * BU, BM), tl.float32)
+        if RESIDENT:
+            before = ()
+            for part in tl.static_range(NK + AHEAD):  # loads leave AHEAD products before they are waited for
+                if part < NK:
+                    old = _operand(hist_t, hist, drop, restart, rows, part * K + k, B, H, HAS_RESETS, HAS_DROP)
+                    before = before + (old,)
+                if part >= AHEAD:
+                    old = _as_operand(before[part - AHEAD], weight.dtype.element_ty, PRECISION)
+                    y = tl.dot(w[part - AHEAD], tl.trans(old), y, input_precision=PRECISION)
+        else:
+            for begin in tl.range(0, H, K, num_stages=STAGES):
+                piece = tl.load(at_weight[:, None] + (begin + k)[None, :],
+                                mask=r_ok[:, None] & (begin + k < H)[None, :], other=0.0)  # fmt: skip
+                old = _operand(hist_t, hist, drop, restart, rows, begin + k, B, H, HAS_RESETS, HAS_DROP)
+                old = _as_operand(old, weight.dtype.element_ty, PRECISION)
+                piece = _as_operand(piece, weight.dtype.element_ty, PRECISION)
+                y = tl.dot(piece, tl.trans(old), y, input_precision=PRECISION)
+        y3 = tl.reshape(y, (GP, BU, BM))
+
+        # Its norm: one sum of squares per row and group of gates.
+        if SITE == ON_SUM:
+            y3 += x3
+        if SITE != NOWHERE:
+            mine = _row_sums(y3, y3, SPLIT, GP, BU, BM)
+            total = _summed_over_members(sums + turn * sums_turn, mine, member, t + 1, P, P2, NS * BM, SOLO)
+            inverse = _inverse_deviation(tl.reshape(total, (NS, BM)) / width, eps, STD)
+            y3 = y3 * _for_gates(inverse, SPLIT, GP, BM)[:, None, :]
+        normed = y3
+        if SITE != NOWHERE:
+            y3 = y3 * gain3
+        y3 += bias3
+
+        # The cell.
+        h_old, c_old = h, c
+        if CELL == LSTM:
+            if SITE != ON_SUM:
+                y3 += x3
+            i, f, g, o = _split(y3, GP, BU, BM)
+            o = _sigmoid(o)
+            c = _sigmoid(f) * c_old + _sigmoid(i) * _tanh(g)
+            seen = c
+            if CELL_NORM:
+                mean, var = _moments(
+                    moments + turn * moments_turn, c, own, count, member, t + 1, H, P, P2, BU, BM, SOLO
+                )
+                rstd = _inverse_deviation(var, eps, STD)
+                seen = (c - mean[None, :]) * rstd[None, :] * own_gain + own_bias
+            h = o * _tanh(seen)
+            if CARRY:
+                c = seen
+        else:
+            if CELL == RNN:
+                if SITE != ON_SUM:
+                    y3 += x3
+                pre = tl.reshape(y3, (BU, BM))
+                h = tl.maximum(pre, 0.0) if RELU else _tanh(pre)
+            elif CELL == GRU:
+                h_r, h_z, h_n, _ = _split(y3, GP, BU, BM)
+                x_r, x_z, x_n, _ = _split(x3, GP, BU, BM)
+                z = _sigmoid(x_z + h_z)
+                h = (1.0 - z) * _tanh(x_n + _sigmoid(x_r + h_r) * h_n) + z * h_old
+            else:
+                r_gate, u, n, _ = _split(y3, GP, BU, BM)
+                u = _sigmoid(u - 1.0)
+                h = u * _tanh(_sigmoid(r_gate) * n) + (1.0 - u) * h_old
+
+        # What the row keeps.
+        if HAS_KEEP_H:
+            keep = tl.load(keep_h + _wide(t) * keep_h_t + rows[None, :] * keep_h_b + units[:, None] * keep_h_u,
+                           mask=own, other=0.0).to(tl.float32)  # fmt: skip
+            h = keep * h_old + (1.0 - keep) * h
+        if HAS_KEEP_C:
+            keep = tl.load(keep_c + _wide(t) * keep_c_t + rows[None, :] * keep_c_b + units[:, None] * keep_c_u,
+                           mask=own, other=0.0).to(tl.float32)  # fmt: skip
+            c = keep * c_old + (1.0 - keep) * c
+        if HAS_LENGTHS:
+            going = (t < length)[None, :]
+            h = tl.where(going, h, h_old)
+            c = tl.where(going, c, c_old)
+        tl.store(hist + (t + 1) * step_units + at, h.to(hist.dtype.element_ty), mask=own)
+        _arrive(counter, SOLO)
+        arrivals += P
+        # What nobody waits for comes after: stores for backward, and the next step's input.
+        if CELL == LSTM:
+            tl.store(c_hist + (t + 1) * step_units + at, c, mask=own)
+        if TRAIN:
+            tl.store(xhat + t * step_gates + at_gates, normed.to(xhat.dtype.element_ty), mask=own_gates)
+            if member == 0:
+                if SITE != NOWHERE:
+                    tl.store(rstds + (t * NS + groups_of) * B + rows[None, :], inverse, mask=row_ok[None, :])
+                if CELL_NORM:
+                    tl.store(cell_mean + t * B + rows, mean, mask=row_ok)
+                    tl.store(cell_rstd + t * B + rows, rstd, mask=row_ok)
+        x3 = tl.load(x + (t + 1) * step_gates + at_gates, mask=own_gates & (t + 1 < T), other=0.0).to(tl.float32)
+        _wait(counter, arrivals, SOLO)
+
+
+@triton.jit
+def _recalled(
+    t, x, xhat, rstds, hist, c_hist, cell_mean, cell_rstd, d_hist, resets, gain3, bias3, own_gain, own_bias, h_start,
+    c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units,
+    CELL: tl.constexpr, SITE: tl.constexpr, CELL_NORM: tl.constexpr, HAS_RESETS: tl.constexpr,
+    GP: tl.constexpr, NS: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """A step's activations, made anew from what forward kept; none of it waits for another program.
+
+    Gives seven tensors [BU, BM] (LSTM: i, f, g, o, c', c^, tanh of what the output gate lets out; GRU: r, z, n, the
+    candidate's recurrent part, h'; RNN: the pre-activation), the normalised product, its rstd and that of the cell,
+    the output's gradient, and which rows start anew.
+    """
+    normed = tl.load(xhat + t * step_gates + at_gates, mask=own_gates, other=0.0).to(tl.float32)
+    x3 = tl.load(x + t * step_gates + at_gates, mask=own_gates, other=0.0).to(tl.float32)
+    dh_here = tl.load(d_hist + (t + 1) * step_units + at, mask=own, other=0.0).to(tl.float32)
+    inverse, rstd = tl.zeros((NS, BM), tl.float32), tl.zeros((BM,), tl.float32)
+    restart = row_ok & False
+    zero = tl.zeros((BU, BM), tl.float32)
+    if SITE != NOWHERE:
+        at_rstd = (t * NS + tl.arange(0, NS)[:, None]) * B + rows[None, :]
+        inverse = tl.load(rstds + at_rstd, mask=row_ok[None, :], other=0.0)
+    if HAS_RESETS:
+        restart = tl.load(resets + t * B + rows, mask=row_ok, other=0) != 0
+    y3 = normed
+    if SITE != NOWHERE:
+        y3 = y3 * gain3
+    y3 += bias3
+    if CELL == LSTM:
+        c_old = tl.load(c_hist + t * step_units + at, mask=own, other=0.0)
+        if HAS_RESETS:
+            c_old = tl.where(restart[None, :], c_start, c_old)
+        if SITE != ON_SUM:
+            y3 += x3
+        i, f, g, o = _split(y3, GP, BU, BM)
+        i, f, g, o = _sigmoid(i), _sigmoid(f), _tanh(g), _sigmoid(o)
+        centred = f * c_old + i * g
+        seen = centred
+        if CELL_NORM:
+            mean = tl.load(cell_mean + t * B + rows, mask=row_ok, other=0.0)
+            rstd = tl.load(cell_rstd + t * B + rows, mask=row_ok, other=0.0)
+            centred = (centred - mean[None, :]) * rstd[None, :]
+            seen = centred * own_gain + own_bias
+        return i, f, g, o, c_old, centred, _tanh(seen), normed, inverse, rstd, dh_here, restart
+    elif CELL == RNN:
+        if SITE != ON_SUM:
+            y3 += x3
+        pre = tl.reshape(y3, (BU, BM))
+        return pre, zero, zero, zero, zero, zero, zero, normed, inverse, rstd, dh_here, restart
+    else:
+        h_old = tl.load(hist + t * step_units + at, mask=own, other=0.0).to(tl.float32)
+        if HAS_RESETS:
+            h_old = tl.where(restart[None, :], h_start, h_old)
+        r, z, h_n, _ = _split(y3, GP, BU, BM)
+        if CELL == GRU:
+            x_r, x_z, x_n, _ = _split(x3, GP, BU, BM)
+            r, z = _sigmoid(x_r + r), _sigmoid(x_z + z)
+            n = _tanh(x_n + r * h_n)
+        else:
+            r, z = _sigmoid(r), _sigmoid(z - 1.0)
+            n = _tanh(r * h_n)
+        return r, z, n, h_n, h_old, zero, zero, normed, inverse, rstd, dh_here, restart
+
+
+@triton.jit
+def _gathered(partials, sums, q, scale, drop, rows, units, own, H, P,
+              DEFER: tl.constexpr, SPLIT: tl.constexpr, HAS_DROP: tl.constexpr, NS: tl.constexpr,
+              NQ: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, P2: tl.constexpr, PC: tl.constexpr):  # fmt: skip
+    """dL/dh' of the own units [BU, BM]: every member's share of W~' dy, less s Q for each statistics group (DEFER)."""
+    n = tl.arange(0, BU * BM)
+    total = tl.zeros((BU * BM,), tl.float32)
+    for begin in tl.range(0, P, PC, num_stages=1):
+        p = begin + tl.arange(0, PC)
+        parts = tl.load(partials + p[:, None] * (BU * BM) + n[None, :], mask=(p < P)[:, None], other=0.0,
+                        cache_modifier=".cg")  # fmt: skip
+        total += tl.sum(parts.to(tl.float32), 0)
+    dh = tl.reshape(total, (BU, BM))
+    if DEFER:
+        p, m = tl.arange(0, P2), tl.arange(0, NS * BM)
+        s = tl.load(sums + p[:, None] * (NS * BM) + m[None, :], mask=(p < P)[:, None], other=0.0, cache_modifier=".cg")
+        s = tl.sum(s, 0)
+        s = tl.reshape(s, (NS, BM)) * scale
+        if SPLIT == TOGETHER:
+            q2 = tl.load(q + rows[None, :] * H + units[:, None], mask=own, other=0.0).to(tl.float32)
+            dh -= q2 * s
+        else:
+            each = tl.arange(0, NS)[:, None, None]
+            at = (rows[None, None, :] * NQ + each) * H + units[None, :, None]
+            q3 = tl.load(q + at, mask=(each < NQ) & own[None, :, :], other=0.0).to(tl.float32)
+            dh -= tl.sum(q3 * s[:, None, :], 0)
+    if HAS_DROP:
+        dh *= tl.load(drop + rows[None, :] * H + units[:, None], mask=own, other=0.0).to(tl.float32)
+    return tl.where(own, dh, 0.0)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def backward_kernel(
+    x, weight, gain, bias, gain_cell, bias_cell,  # weight: W~' by member, [P, P*BU units, GP*BU rows]
+    hist, c_hist, h_first, xhat, rstds, cell_mean, cell_rstd,
+    q,  # [T, B, groups of gates, H]
+    d_hist, d_c,  # [T+1, B, H], [B, H]
+    d_x, d_y,  # [T, B, G*H]: to x and to the normalised product; one tensor where they are alike
+    d_h_first, d_c_first,  # [B, H]
+    d_gain, d_bias, d_gain_cell, d_bias_cell,  # [groups, G*H] twice, [groups, H] twice
+    partials, sums, cell_sums, counters,  # exchange; the last two all 0 at first
+    lengths, resets, keep_h, keep_c, drop,
+    keep_h_t, keep_h_b, keep_h_u, keep_c_t, keep_c_b, keep_c_u,
+    T, B, H, P, groups, first, eps,  # first: the tile of rows that this launch's first group serves
+    CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
+    RELU: tl.constexpr, STD: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, HAS_RESETS: tl.constexpr, HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr,
+    HAS_DROP: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, K: tl.constexpr, NK: tl.constexpr,
+    P2: tl.constexpr, PC: tl.constexpr, RESIDENT: tl.constexpr, SOLO: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, DEFER: tl.constexpr,
+):  # fmt: skip
+    """The same walk from the last step to the first."""
+    group, member = tl.program_id(0) // P, tl.program_id(0) % P
+    NS: tl.constexpr = 1 if SPLIT == TOGETHER else (2 if SPLIT == PAIR else GP)
+    NQ: tl.constexpr = 1 if SPLIT == TOGETHER else (2 if SPLIT == PAIR else G)
+    rows = (first + group) * BM + tl.arange(0, BM)
+    units = member * BU + tl.arange(0, BU)
+    gates = tl.arange(0, GP)
+    row_ok, unit_ok = rows < B, units < H
+    own = unit_ok[:, None] & row_ok[None, :]
+    own_gates = (gates < G)[:, None, None] & own[None, :, :]
+    columns = gates[:, None, None] * H + units[None, :, None]
+    at_gates = rows[None, None, :] * (G * H) + columns
+    at = rows[None, :] * H + units[:, None]
+    step_gates, step_units = _wide(B) * G * H, _wide(B) * H
+    counter = counters + group
+    arrivals = 0
+    tile: tl.constexpr = BU * BM
+    # This member's share for member m lies at [m, member]; what is meant for it, at [member, *].
+    partials += _wide(group) * P * P * tile
+    partials_turn = _wide(groups) * P * P * tile
+    sums += group * P * NS * BM
+    cell_sums += group * P * 2 * BM
+    sums_turn, cell_turn = groups * P * NS * BM, groups * P * 2 * BM
+
+    r, k, b = tl.arange(0, GP * BU), tl.arange(0, K), tl.arange(0, BM)
+    weight += _wide(member) * P * BU * (GP * BU)
+    w = ()
+    if RESIDENT:
+        for part in tl.static_range(NK):
+            at_weight = (part * K + k)[:, None] * (GP * BU) + r[None, :]
+            piece = tl.load(weight + at_weight, mask=(part * K + k < P * BU)[:, None], other=0.0)
+            w = w + (_as_operand(piece, weight.dtype.element_ty, PRECISION),)
+
+    gate_ok = (gates < G)[:, None, None] & unit_ok[None, :, None]
+    width = _group_width(H, G, SPLIT, NS)
+    zero = tl.zeros((BU, BM), tl.float32)
+    gain3 = tl.zeros((GP, BU, 1), tl.float32)
+    own_gain, own_bias = tl.zeros((BU, 1), tl.float32), tl.zeros((BU, 1), tl.float32)
+    if SITE != NOWHERE:
+        gain3 = tl.load(gain + columns, mask=gate_ok, other=0.0)
+    bias3 = tl.load(bias + columns, mask=gate_ok, other=0.0)
+    if CELL_NORM:
+        own_gain = tl.load(gain_cell + units, mask=unit_ok, other=0.0)[:, None]
+        own_bias = tl.load(bias_cell + units, mask=unit_ok, other=0.0)[:, None]
+    if HAS_LENGTHS:
+        length = tl.load(lengths + rows, mask=row_ok, other=0)
+    h_start, c_start, dc = zero, zero, zero
+    if HAS_RESETS:
+        h_start = tl.load(h_first + at, mask=own, other=0.0)
+    if CELL == LSTM:
+        if HAS_RESETS:
+            c_start = tl.load(c_hist + at, mask=own, other=0.0)
+        dc = tl.load(d_c + at, mask=own, other=0.0)
+    dh, dh_first, dc_first, sum_gain_cell, sum_bias_cell = zero, zero, zero, zero, zero
+    sum_gain, sum_bias = tl.zeros((GP, BU, BM), tl.float32), tl.zeros((GP, BU, BM), tl.float32)
+    a0, a1, a2, a3, a4, a5, a6, normed, inverse, rstd, dh_here, restart = _recalled(
+        T - 1, x, xhat, rstds, hist, c_hist, cell_mean, cell_rstd, d_hist, resets, gain3, bias3, own_gain, own_bias,
+        h_start, c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units,
+        CELL, SITE, CELL_NORM, HAS_RESETS, GP, NS, BU, BM)  # fmt: skip
+
+    for done in tl.range(0, T, num_stages=1):
+        t = T - 1 - done
+        turn = t % 2
+        dh += dh_here
+        direct, direct_c = zero, zero
+        if HAS_LENGTHS:
+            going = (t < length)[None, :]
+            direct, direct_c = tl.where(going, 0.0, dh), tl.where(going, 0.0, dc)
+            dh, dc = tl.where(going, dh, 0.0), tl.where(going, dc, 0.0)
+        if HAS_KEEP_H:
+            keep = tl.load(keep_h + _wide(t) * keep_h_t + rows[None, :] * keep_h_b + units[:, None] * keep_h_u,
+                           mask=own, other=0.0).to(tl.float32)  # fmt: skip
+            direct += keep * dh
+            dh = (1.0 - keep) * dh
+        if HAS_KEEP_C:
+            keep = tl.load(keep_c + _wide(t) * keep_c_t + rows[None, :] * keep_c_b + units[:, None] * keep_c_u,
+                           mask=own, other=0.0).to(tl.float32)  # fmt: skip
+            direct_c += keep * dc
+            dc = (1.0 - keep) * dc
+
+        # The cell.
+        if CELL == LSTM:
+            i, f, g, o, c_old, centred, out = a0, a1, a2, a3, a4, a5, a6
+            d_seen = dh * o * (1.0 - out * out)
+            if CELL_NORM:
+                if CARRY:
+                    d_seen += dc
+                sum_gain_cell += d_seen * centred
+                sum_bias_cell += d_seen
+                d_centred = d_seen * own_gain
+                mine = tl.reshape(tl.sum(tl.join(d_centred, d_centred * centred), 0), (2 * BM,))
+                total = _summed_over_members(cell_sums + turn * cell_turn, mine, member, done + 1, P, P2, 2 * BM, SOLO)
+                plain, along = tl.split(tl.reshape(total / H, (BM, 2)))
+                along = along * _std_correction(rstd, eps, STD)
+                d_seen = (d_centred - plain[None, :] - centred * along[None, :]) * rstd[None, :]
+                if not CARRY:
+                    d_seen += dc
+                d_seen = tl.where(own, d_seen, 0.0)
+            else:
+                d_seen += dc
+            dy3 = _join(d_seen * g * i * (1.0 - i), d_seen * c_old * f * (1.0 - f), d_seen * i * (1.0 - g * g),
+                        dh * out * o * (1.0 - o))  # fmt: skip
+            dc = d_seen * f + direct_c
+        elif CELL == RNN:
+            if RELU:
+                dy3 = tl.where(a0 > 0, dh, 0.0)
+            else:
+                out = _tanh(a0)
+                dy3 = dh * (1.0 - out * out)
+            dy3 = tl.reshape(dy3, (GP, BU, BM))
+        else:
+            r_gate, z, n, h_n, h_old = a0, a1, a2, a3, a4
+            if CELL == GRU:
+                dn = dh * (1.0 - z) * (1.0 - n * n)
+                dz = dh * (h_old - n) * z * (1.0 - z)
+                dr = dn * h_n * r_gate * (1.0 - r_gate)
+                dx3 = _join(dr, dz, dn, zero)
+                dy3 = _join(dr, dz, dn * r_gate, zero)
+                direct += dh * z
+            else:
+                dm = dh * z * (1.0 - n * n)
+                dy3 = _join(dm * h_n * r_gate * (1.0 - r_gate), dh * (n - h_old) * z * (1.0 - z), dm * r_gate, zero)
+                direct += dh * (1.0 - z)
+        d_step = dy3
+
+        # The norm, but for its scalars, and this member's share of W~' dy for everyone.
+        scale = inverse
+        if SITE != NOWHERE:
+            sum_gain += dy3 * normed
+            dy3 = dy3 * gain3
+            s = _row_sums(dy3, normed, SPLIT, GP, BU, BM)
+            scale = _std_correction(inverse, eps, STD) / width
+            if DEFER:
+                tl.store(sums + turn * sums_turn + member * (NS * BM) + tl.arange(0, NS * BM), s)
+            else:  # a member that is alone has the sums: nothing is left for after the product, where terms may cancel
+                along = _for_gates(tl.reshape(s, (NS, BM)) * scale, SPLIT, GP, BM)
+                one = tl.where((gates < G)[:, None, None] & unit_ok[None, :, None], 1.0, 0.0)
+                flat = tl.reshape(_row_sums(dy3, one, SPLIT, GP, BU, BM), (NS, BM)) / width
+                flat = _for_gates(flat, SPLIT, GP, BM)[:, None, :]
+                dy3 = tl.where(own_gates, dy3 - flat - normed * along[:, None, :], 0.0)
+            scale = scale * inverse
+            dy3 = dy3 * _for_gates(inverse, SPLIT, GP, BM)[:, None, :]
+        share = _as_operand(tl.reshape(dy3, (GP * BU, BM)), weight.dtype.element_ty, PRECISION)
+        to = partials + turn * partials_turn + member * tile
+        if RESIDENT:
+            for part in tl.static_range(NK):
+                unit = part * K + k
+                result = tl.dot(w[part], share, input_precision=PRECISION)
+                offset = (unit // BU)[:, None] * (P * tile) + (unit % BU)[:, None] * BM + b[None, :]
+                tl.store(to + offset, result.to(partials.dtype.element_ty), mask=(unit < P * BU)[:, None])
+        else:
+            for begin in tl.range(0, P * BU, K, num_stages=STAGES):
+                unit = begin + k
+                rest = (unit < P * BU)[:, None]
+                slab = tl.load(weight + unit[:, None] * (GP * BU) + r[None, :], mask=rest, other=0.0)
+                slab = _as_operand(slab, weight.dtype.element_ty, PRECISION)
+                result = tl.dot(slab, share, input_precision=PRECISION)
+                offset = (unit // BU)[:, None] * (P * tile) + (unit % BU)[:, None] * BM + b[None, :]
+                tl.store(to + offset, result.to(partials.dtype.element_ty), mask=rest)
+        _arrive(counter, SOLO)
+        arrivals += P
+
+        # While the others arrive: what nobody waits for, and the step before.
+        tl.store(d_y + t * step_gates + at_gates, d_step.to(d_y.dtype.element_ty), mask=own_gates)
+        if CELL == GRU:
+            tl.store(d_x + t * step_gates + at_gates, dx3.to(d_x.dtype.element_ty), mask=own_gates)
+        if HAS_BIAS:
+            sum_bias += d_step
+        restarts = restart
+        a0, a1, a2, a3, a4, a5, a6, normed, inverse, rstd, dh_here, restart = _recalled(
+            tl.maximum(t - 1, 0), x, xhat, rstds, hist, c_hist, cell_mean, cell_rstd, d_hist, resets, gain3, bias3,
+            own_gain, own_bias, h_start, c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates,
+            step_units, CELL, SITE, CELL_NORM, HAS_RESETS, GP, NS, BU, BM)  # fmt: skip
+        _wait(counter, arrivals, SOLO)
+        dh = _gathered(partials + turn * partials_turn + _wide(member) * P * tile, sums + turn * sums_turn,
+                       q + t * NQ * step_units, scale, drop, rows, units, own, H, P, DEFER, SPLIT, HAS_DROP, NS, NQ, BU,
+                       BM, P2, PC)  # fmt: skip
+        dh += direct
+        if HAS_RESETS:
+            dh_first += tl.where(restarts[None, :], dh, 0.0)
+            dc_first += tl.where(restarts[None, :], dc, 0.0)
+            dh = tl.where(restarts[None, :], 0.0, dh)
+            dc = tl.where(restarts[None, :], 0.0, dc)
+
+    tl.store(d_h_first + at, dh + dh_first, mask=own)
+    if CELL == LSTM:
+        tl.store(d_c_first + at, dc + dc_first, mask=own)
+    at_sums = (first + group) * (G * H) + gates[:, None] * H + units[None, :]
+    sums_ok = (gates < G)[:, None] & unit_ok[None, :]
+    if HAS_BIAS:
+        tl.store(d_bias + at_sums, tl.sum(sum_bias, 2), mask=sums_ok)
+    if SITE != NOWHERE:
+        tl.store(d_gain + at_sums, tl.sum(sum_gain, 2), mask=sums_ok)
+    if CELL_NORM:
+        tl.store(d_gain_cell + (first + group) * H + units, tl.sum(sum_gain_cell, 1), mask=unit_ok)
+        tl.store(d_bias_cell + (first + group) * H + units, tl.sum(sum_bias_cell, 1), mask=unit_ok)
+
+
+@triton.jit
+def norm_backward_kernel(
+    d_y, xhat, gain, rstds, out,  # [N, G*H] twice, [G*H], [T, NS, B], [N, G*H]
+    B, H, eps,
+    G: tl.constexpr, NS: tl.constexpr, SPLIT: tl.constexpr, STD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What the norm passes on to the product, rstd (dy - mean(dy) - x^ mean(dy x^)), one group of gates a program."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if SPLIT == TOGETHER:
+        first, last = 0, G
+    elif SPLIT == PAIR:
+        first, last = 2 * part, 2 + part  # gates 0 and 1, gate 2
+    else:
+        first, last = part, part + 1
+    n = (last - first) * H
+    j = tl.arange(0, BLOCK)
+    ok = j < n
+    at = row * (G * H) + first * H + j
+    normed = tl.load(xhat + at, mask=ok, other=0.0).to(tl.float32)
+    dy = tl.load(d_y + at, mask=ok, other=0.0).to(tl.float32) * tl.load(gain + first * H + j, mask=ok, other=0.0)
+    inverse = tl.load(rstds + ((row // B) * NS + part) * B + row % B)
+    mean = tl.sum(dy, 0) / n
+    s = tl.sum(dy * normed, 0) / n * _std_correction(inverse, eps, STD)
+    tl.store(out + at, ((dy - mean - normed * s) * inverse).to(out.dtype.element_ty), mask=ok)
