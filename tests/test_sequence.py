@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 FUSED = [row for row in EVERY if row[1] != "batch"]
 IDS = ["-".join(map(str, row)) for row in FUSED]
-PATHS = ("persistent", "steps")
+PATHS = ("persistent", "steps")  # of the second, more is in test_steps
 
 
 @pytest.fixture(params=[False, True], ids=["exact", "deferred"])
@@ -30,6 +30,8 @@ def _deferred(request, monkeypatch):
     """The form in which several members share the norm's backward sums, also where a group is one program."""
     if request.param:
         monkeypatch.setitem(launch.OVERRIDE, "defer", True)
+
+
 # Below these an error says nothing: what the reference itself may gain by luck of rounding. The interpreter cuts
 # numbers off where a GPU rounds them to bfloat16.
 FLOOR = {torch.float32: 3e-6, torch.bfloat16: 2e-3 if torch.cuda.is_available() else 1e-2, torch.float16: 5e-4}
@@ -103,47 +105,44 @@ def test_every_row(row, path, device):
     assert_as_good(problem(row, (5, 3, 7, 17), device), torch.float32, path)
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", FUSED, ids=IDS)
-def test_ragged_and_restarted(row, path, device):
+def test_ragged_and_restarted(row, device):
     lengths = torch.tensor([6, 1, 4, 0], device=device)
     resets = torch.zeros(6, 4, dtype=torch.bool, device=device)
     resets[0, 1] = resets[2, 0] = resets[3, 0] = resets[3, 2] = resets[5, 2] = True
     for reverse in (False, True):
         call = problem(row, (6, 4, 3, 9), device, lengths=lengths, resets=resets, reverse=reverse)
-        assert_as_good(call, torch.float32, path)
+        assert_as_good(call, torch.float32, "persistent")
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", FUSED, ids=IDS)
-def test_masks(row, path, device):
+def test_masks(row, device):
     states = 2 if row[0] == "LSTM" else 1
     masks = tuple((torch.rand(4, 3, 6, device=device) < 0.4).float() for _ in range(states))
     drop = (torch.rand(3, 6, device=device) < 0.7).float() / 0.7
     for zoneout in (masks, (0.25,) * states, (None, masks[-1])[:states]):
-        assert_as_good(problem(row, (4, 3, 5, 6), device, zoneout=zoneout, recurrent_mask=drop), torch.float32, path)
+        assert_as_good(
+            problem(row, (4, 3, 5, 6), device, zoneout=zoneout, recurrent_mask=drop), torch.float32, "persistent"
+        )
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("row", [r for r in FUSED if r[2] in ("paper", "joint", None)], ids=str)
-def test_half_precision(row, dtype, path, device):
-    assert_as_good(problem(row, (4, 3, 7, 20), device), dtype, path)
+def test_half_precision(row, dtype, device):
+    assert_as_good(problem(row, (4, 3, 7, 20), device), dtype, "persistent")
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 17, 3, 2), (3, 37, 1, 5), (2, 1, 2, 65), (1, 16, 4, 33)])
 @pytest.mark.parametrize("row", [("LSTM", "layer", "paper"), ("GRU", "layer", "paper"), ("RNN", "layer", "paper")])
-def test_ugly_sizes(row, shape, path, device):
+def test_ugly_sizes(row, shape, device):
     # Over two units a norm is a sign: whatever rounds otherwise is enlarged.
-    assert_as_good(problem(row, shape, device), torch.float32, path, times=8 if shape[3] == 2 else 2)
+    assert_as_good(problem(row, shape, device), torch.float32, "persistent", times=8 if shape[3] == 2 else 2)
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("eps", "mode"), [(0.0, "var"), (1e-2, "std"), (0.0, "std")])
 @pytest.mark.parametrize("row", [r for r in FUSED if r[1] == "layer"], ids=str)
-def test_epsilons(row, eps, mode, path, device):
-    assert_as_good(problem(row, (3, 2, 5, 8), device, eps=eps, eps_mode=mode), torch.float32, path)
+def test_epsilons(row, eps, mode, device):
+    assert_as_good(problem(row, (3, 2, 5, 8), device, eps=eps, eps_mode=mode), torch.float32, "persistent")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -340,6 +339,7 @@ def test_repeats_are_identical_under_load(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # of the test's own streams
 @pytest.mark.parametrize("path", PATHS)
 def test_inside_a_cuda_graph(path, device):
     call = cast(problem(("LSTM", "layer", "paper"), (9, 20, 33, 300), device), torch.float32, torch.float32)
