@@ -66,16 +66,15 @@ def _zero_unless(valid: Tensor, x: Tensor) -> Tensor:
 
 
 def _prepared(call: Recurrence, form: Form, x: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """What the kernels take: W_x x of all steps, the centred matrix, parameters in float32, and the extras."""
+    """What the kernels take: W_x x of all steps, the recurrent matrix, parameters in any dtype, and the extras."""
     w, hidden = reference.effective_weights(call), call.weights.weight_hh.shape[1]
     gain = {"hh": w.gain_hh, "sum": w.gain_sum}.get(form.site)
-    weight = _centred(w.weight_hh, call.placement.hh or call.placement.sum)
-    c = call.state[1].float() if len(call.state) > 1 else None
     tensors = [
-        _inputs(call, form, w, x), weight, call.state[0].contiguous(), c,
-        _gain(gain, bool(form.site), form.gates * hidden, x), _float(_inner_bias(form, w)),
-        _gain(w.gain_cell, form.cell_norm, hidden, x), _float(w.bias_cell),
+        _inputs(call, form, w, x), w.weight_hh, call.state[0], call.state[1] if len(call.state) > 1 else None,
+        _gain(gain, bool(form.site), form.gates * hidden, x), _inner_bias(form, w),
+        _gain(w.gain_cell, form.cell_norm, hidden, x), w.bias_cell,
     ]  # fmt: skip
+    tensors = [None if t is None else t.contiguous() for t in tensors]
     drop = None if call.recurrent_mask is None else call.recurrent_mask.contiguous()
     resets = None if call.resets is None else call.resets.contiguous()
     return tensors, [call.lengths, resets, *_masks(call), drop]
@@ -130,14 +129,10 @@ def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-def _float(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float().contiguous()
-
-
 def _gain(gain: Tensor | None, wanted: bool, width: int, like: Tensor) -> Tensor | None:
-    if not wanted:
-        return None
-    return torch.ones(width, dtype=torch.float32, device=like.device) if gain is None else _float(gain)
+    if wanted and gain is None:
+        return torch.ones(width, dtype=torch.float32, device=like.device)
+    return gain if wanted else None
 
 
 def _centred(weight: Tensor, groups: tuple[int, ...]) -> Tensor:
@@ -146,11 +141,10 @@ def _centred(weight: Tensor, groups: tuple[int, ...]) -> Tensor:
     No gradient is centred in turn: that of the product has mean 0 over the group, so W's has it too.
     """
     if not groups:
-        return weight.contiguous()
-    with torch.no_grad():
-        sizes = [g * weight.shape[1] for g in groups]
-        shift = torch.cat([p.mean(0, keepdim=True).expand_as(p) for p in torch.split(weight.float(), sizes)])
-    return (weight - shift).to(weight.dtype)
+        return weight
+    parts = torch.split(weight, [g * weight.shape[1] for g in groups])
+    centred = [(p - p.mean(0, dtype=torch.float32)).to(weight.dtype) for p in parts]
+    return centred[0] if len(centred) == 1 else torch.cat(centred)
 
 
 def _masks(call: Recurrence) -> tuple[Tensor | None, Tensor | None]:
@@ -176,17 +170,22 @@ def _module(path: str) -> ModuleType:
 
 
 def _forward(form: Form, path: str, tensors: Tensors, extras: Tensors, keep: bool) -> list[Tensor]:
-    kept = _module(path).forward(form, *tensors, Extras(*extras), keep)
+    """hist and the final c, then what backward needs: the centred matrix and what the path keeps."""
+    x, weight, *others = tensors
+    where = form.placement()
+    matrix = _centred(_present([weight])[0], where.hh or where.sum)
+    kept = _module(path).forward(form, x, matrix, *others, Extras(*extras), keep)
     c_n = kept[1][-1].clone() if tensors[3] is not None else kept[1].new_empty(0)
-    return [kept[0], c_n, *kept[1:]]
+    return [kept[0], c_n, matrix, *kept[1:]]
 
 
 def _backward(form: Form, path: str, tensors: Tensors, extras: Tensors, kept: Sequence[Tensor], d_hist: Tensor,
               d_c: Tensor | None) -> list[Tensor | None]:  # fmt: skip
     """Gradients in the order and the dtypes of ``tensors``."""
-    x, weight, h, _, *parameters = tensors
+    x, _, h, _, *parameters = tensors
+    hist, matrix, *rest = kept
     found = _module(path).backward(
-        form, x, weight, h, *parameters, Extras(*extras), tuple(kept), d_hist.contiguous(), d_c
+        form, x, matrix, h, *parameters, Extras(*extras), (hist, *rest), d_hist.contiguous(), d_c
     )
     found["h"] += d_hist[0]
     return [None if t is None else found[name].to(t.dtype) for name, t in zip(NAMES, tensors)]
@@ -282,7 +281,8 @@ def _parted(given: Sequence[Tensor], names: str) -> tuple[list[Tensor | None], l
 
 @torch.library.custom_op("lamina::sequence", mutates_args=())
 def _sequence(given: Sequence[Tensor], names: str, form: str, path: str, keep: bool) -> list[Tensor]:
-    return _forward(Form.decode(form), path, *_parted(given, names), keep)
+    hist, c_n, matrix, *kept = _forward(Form.decode(form), path, *_parted(given, names), keep)
+    return [hist, c_n, matrix.clone(), *kept]  # an operator's output may not be its input
 
 
 @_sequence.register_fake
@@ -292,7 +292,7 @@ def _(given: Sequence[Tensor], names: str, form: str, path: str, keep: bool) -> 
     shapes = _module(path).shapes(Form.decode(form), x, weight, keep)
     c = (x.shape[1], weight.shape[1]) if tensors[3] is not None else (0,)
     made = [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
-    return [made[0], x.new_empty(c, dtype=torch.float32), *made[1:]]
+    return [made[0], x.new_empty(c, dtype=torch.float32), torch.empty_like(weight), *made[1:]]
 
 
 @torch.library.custom_op("lamina::sequence_backward", mutates_args=())

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..placements import GATES, Placement
 from ..reference import Recurrence
 from . import Request, interpreted
+from .start import start
 
 SHARED_MEMORY = 200 * 1024  # of a program's weights and operand, so that the compiler has some left
 CELLS = {"RNN": 0, "LSTM": 1, "GRU": 2, "DREAMER": 3}
@@ -238,21 +239,26 @@ def _constants(form: Form, cut: Plan, dtype: torch.dtype) -> dict[str, Any]:
 
 def _start(kernel: Any, form: Form, cut: Plan, batch: int, words: dict[str, int], arguments: dict[str, Any]) -> None:
     """One launch for as many tiles of rows as the device holds groups; groups do not wait for one another."""
-    options: dict[str, Any] = {} if interpreted() else {"num_warps": cut.warps, "num_stages": 1}
-    if cut.members > 1:
-        # The driver refuses a launch whose programs cannot all be on the device at once: no hang.
-        options["launch_cooperative_grid"] = True
     constants = _constants(form, cut, arguments["weight"].dtype)
     if "PC" in arguments:
         del constants["AHEAD"]
-    tiles = -(-batch // cut.rows)
-    (steps, _, width), x = arguments["x"].shape, arguments["x"]
+    tiles, x = -(-batch // cut.rows), arguments["x"]
+    arguments = {
+        **arguments, **constants, "T": x.shape[0], "B": batch, "H": x.shape[2] // form.gates, "P": cut.members,
+        "eps": form.eps,
+    }  # fmt: skip
     for first in range(0, tiles, cut.groups):
         groups = min(cut.groups, tiles - first)
-        counts = {"T": steps, "B": batch, "H": width // form.gates, "P": cut.members, "groups": groups, "first": first}
-        kernel[(groups * cut.members,)](
-            **arguments, **_exchange(cut, words, x.device), **counts, eps=form.eps, **constants, **options
-        )
+        space = {**_exchange(cut, words, x.device), "groups": groups, "first": first}
+        start(kernel, (groups * cut.members,), {**arguments, **space}, _options(cut))
+
+
+def _options(cut: Plan) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_warps": cut.warps, "num_stages": 1}
+    if cut.members > 1:
+        # The driver refuses a launch whose programs cannot all be on the device at once: no hang.
+        options["launch_cooperative_grid"] = True
+    return options
 
 
 def _exchange(cut: Plan, columns: dict[str, int], device: torch.device) -> dict[str, Tensor]:
@@ -309,7 +315,7 @@ def forward(
         c_hist[0] = c
     arguments = {
         "weight": weight, "hist": hist, "c_hist": c_hist, "xhat": xhat, "rstds": rstds, "cell_mean": mean,
-        "cell_rstd": rstd, **_shared(x, h, gain, bias, gain_cell, bias_cell, hidden), **extras.arguments(weight),
+        "cell_rstd": rstd, **_shared(x, h, gain, bias, gain_cell, bias_cell), **extras.arguments(weight),
         "TRAIN": keep,
     }  # fmt: skip
     cut = cut_for(form, hidden, batch, weight, False)
@@ -342,23 +348,21 @@ def backward(
         q = _projections(form, xhat, weight) if defer else weight
     d_y = torch.empty_like(xhat)
     d_x = torch.empty_like(xhat) if form.cell == "GRU" else d_y
-    found = _gradients(form, cut, batch, hidden, bias is not None, x.device)
-    partials = 2 * cut.groups * cut.members * cut.members * cut.units * cut.rows
+    d_h, d_first = (x.new_empty(batch, hidden) for _ in range(2))
+    shares = x.new_empty(-(-batch // cut.rows), 2 * (form.gates + 1) * hidden)
+    members = 2 * cut.groups * cut.members
     arguments = {
-        "weight": _packed(form, cut, weight), "hist": hist, "c_hist": c_hist, "xhat": xhat, "rstds": rstds,
-        "cell_mean": mean, "cell_rstd": rstd, "q": q, "d_hist": d_hist,
-        "d_c": x.new_zeros(batch * hidden) if d_c is None else d_c.float().contiguous(), "d_x": d_x, "d_y": d_y,
-        **{f"d_{name}_first": found.get(name, x) for name in "hc"},
-        **{f"d_{name}": found.get(name, x) for name in ("gain", "bias", "gain_cell", "bias_cell")},
-        "partials": weight.new_empty(partials),
-        "sums": x.new_empty(2 * cut.groups * cut.members * form.sums * cut.rows),
-        **_shared(x, h, gain, bias, gain_cell, bias_cell, hidden), **extras.arguments(weight),
-        "HAS_BIAS": bias is not None,
-        "DEFER": defer,
+        "weight": weight if cut.resident else _packed(form, cut, weight), "hist": hist, "c_hist": c_hist,
+        "xhat": xhat, "rstds": rstds, "cell_mean": mean, "cell_rstd": rstd, "q": q, "d_hist": d_hist,
+        "d_c": x if d_c is None else d_c.contiguous(), "HAS_D_C": d_c is not None, "d_x": d_x, "d_y": d_y,
+        "d_h_first": d_h, "d_c_first": d_first, "shares": shares, "DEFER": defer,
+        "partials": weight.new_empty(members * cut.members * cut.units * cut.rows),
+        "sums": x.new_empty(members * form.sums * cut.rows), **_shared(x, h, gain, bias, gain_cell, bias_cell),
+        **extras.arguments(weight),
         "PC": max(1, min(power(cut.members), 2048 * cut.warps // (cut.units * cut.rows))),
     }  # fmt: skip
     _start(sequence.backward_kernel, form, cut, batch, {"cell_sums": 2}, arguments)
-    found |= {name: found[name].sum(0) for name in ("gain", "bias", "gain_cell", "bias_cell") if name in found}
+    found = {"h": d_h, "c": d_first, **_added_up(form, hidden, shares, bias is not None)}
     through = _through_norm(form, d_y, xhat, gain, rstds) if form.site else d_y
     found["x"] = (through if form.site == "sum" else d_x).to(x.dtype)
     with as_cudnn_multiplies(weight.dtype):
@@ -367,33 +371,21 @@ def backward(
 
 
 def _shared(
-    x: Tensor, h: Tensor, gain: Tensor | None, bias: Tensor | None, gain_cell: Tensor | None, bias_cell: Tensor | None,
-    hidden: int,
-) -> dict[str, Tensor]:  # fmt: skip
-    """What both kernels read."""
-    zeros = x.new_zeros(max(x.shape[2], hidden), dtype=torch.float32) if bias is None or bias_cell is None else x
-    return {
-        "x": x,
-        "h_first": h.float().contiguous(),
-        "gain": x if gain is None else gain,
-        "bias": zeros if bias is None else bias,
-        "gain_cell": x if gain_cell is None else gain_cell,
-        "bias_cell": zeros if bias_cell is None else bias_cell,
-    }
+    x: Tensor, h: Tensor, gain: Tensor | None, bias: Tensor | None, gain_cell: Tensor | None, bias_cell: Tensor | None
+) -> dict[str, Any]:
+    """What both kernels read; x stands for what there is not."""
+    tensors = {"x": x, "h_first": h, "gain": gain, "bias": bias, "gain_cell": gain_cell, "bias_cell": bias_cell}
+    flags = {"HAS_BIAS": bias is not None, "HAS_BIAS_CELL": bias_cell is not None}
+    return {**{name: x if t is None else t for name, t in tensors.items()}, **flags}
 
 
-def _gradients(form: Form, cut: Plan, batch: int, hidden: int, bias: bool, device: torch.device) -> dict[str, Tensor]:
-    """Room for the gradients that the kernel writes itself; sums over rows come one a tile."""
-    tiles, gates = -(-batch // cut.rows), form.gates * hidden
-    shapes = {
-        "h": (batch, hidden),
-        "c": (batch, hidden) if form.cell == "LSTM" else None,
-        "gain": (tiles, gates) if form.site else None,
-        "bias": (tiles, gates) if bias else None,
-        "gain_cell": (tiles, hidden) if form.cell_norm else None,
-        "bias_cell": (tiles, hidden) if form.cell_norm else None,
-    }
-    return {n: torch.empty(s, dtype=torch.float32, device=device) for n, s in shapes.items() if s is not None}
+def _added_up(form: Form, hidden: int, shares: Tensor, bias: bool) -> dict[str, Tensor]:
+    """The gradients of gains and biases from what each tile of rows adds to them."""
+    gates = form.gates * hidden
+    total = shares[0] if shares.shape[0] == 1 else shares.sum(0)
+    parts = dict(zip(("bias", "gain", "bias_cell", "gain_cell"), torch.split(total, [gates, gates, hidden, hidden])))
+    there = {"bias": bias, "gain": bool(form.site), "bias_cell": form.cell_norm, "gain_cell": form.cell_norm}
+    return {name: part for name, part in parts.items() if there[name]}
 
 
 def _packed(form: Form, cut: Plan, weight: Tensor) -> Tensor:
@@ -430,9 +422,10 @@ def _through_norm(form: Form, d_y: Tensor, xhat: Tensor, gain: Tensor | None, rs
     steps, batch, width = d_y.shape
     out = torch.empty_like(d_y)
     block = power((form.gates, 1, 2)[form.split] * width // form.gates)
-    options = {} if interpreted() else {"num_warps": max(1, min(16, block // 512))}
-    sequence.norm_backward_kernel[(steps * batch, form.statistics)](
-        d_y, xhat, gain, rstds, out, batch, width // form.gates, form.eps,
-        G=form.gates, NS=form.sums, SPLIT=form.split, STD=form.std, BLOCK=block, **options,
-    )  # fmt: skip
+    arguments = {
+        "d_y": d_y, "xhat": xhat, "gain": gain, "rstds": rstds, "out": out, "B": batch, "H": width // form.gates,
+        "eps": form.eps, "G": form.gates, "NS": form.sums, "SPLIT": form.split, "STD": form.std, "BLOCK": block,
+    }  # fmt: skip
+    options = {"num_warps": max(1, min(16, block // 512))}
+    start(sequence.norm_backward_kernel, (steps * batch, form.statistics), arguments, options)
     return out

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..checks import fail, one_of
 from ..reference import EPS_MODES, affine, standardise
-from . import interpreted
 from .launch import power, processors
 from .sequence import _inverse_deviation, _std_correction, _wide
+from .start import start
 
 MODES = ("norm", "centre", "plain")
 PLAIN_BLOCK = 1024  # columns of a part that is a mere tile
@@ -190,8 +190,7 @@ def cut(width: int, groups: tuple[int, ...], mode: str, backward: bool) -> Cut:
 
 def _constants(groups: Sequence[int], mode: str, eps_mode: str, how: Cut) -> dict[str, Any]:
     shared = () if mode == "plain" else tuple(groups)
-    options = {} if interpreted() else {"num_warps": how.warps}
-    return {"GROUPS": shared, "MODE": mode, "STD": eps_mode == "std", "ROWS": how.rows, "BLOCK": how.block, **options}
+    return {"GROUPS": shared, "MODE": mode, "STD": eps_mode == "std", "ROWS": how.rows, "BLOCK": how.block}
 
 
 def _hidden(width: int, groups: Sequence[int]) -> int:
@@ -212,11 +211,12 @@ def _forward(
     count, width = summed.numel() // max(summed.shape[-1], 1), summed.shape[-1]
     if count > 0:
         how = cut(width, tuple(groups), mode, False)
-        with torch.cuda.device_of(summed):
-            forward_kernel[(-(-count // how.rows), how.parts)](
-                summed.contiguous(), _packed(gain), _packed(bias), out, statistics,
-                count, width, _hidden(width, groups), eps, **_constants(groups, mode, eps_mode, how),
-            )  # fmt: skip
+        arguments = {
+            "summed": summed.contiguous(), "gain": _packed(gain), "bias": _packed(bias), "out": out,
+            "statistics": statistics, "N": count, "W": width, "H": _hidden(width, groups), "eps": eps,
+            **_constants(groups, mode, eps_mode, how),
+        }  # fmt: skip
+        start(forward_kernel, (-(-count // how.rows), how.parts), arguments, {"num_warps": how.warps})
     return out, statistics
 
 
@@ -258,12 +258,13 @@ def _backward(
     how = cut(width, tuple(groups), mode, True)
     programs = _programs(d_x.device, how, -(-count // how.rows))
     shares = d_x.new_empty((parameters, programs, width), dtype=torch.float32)
-    with torch.cuda.device_of(d_x):
-        backward_kernel[(programs, how.parts * how.slices)](
-            d_x.contiguous(), _packed(summed), _packed(gain), statistics, d_summed, shares,
-            count, width, _hidden(width, groups), eps, -(-count // (how.rows * programs)),
-            HAS_BIAS=has_bias, SLICES=how.slices, **_two_at_once(how), **_constants(groups, mode, eps_mode, how),
-        )  # fmt: skip
+    arguments = {
+        "d_x": d_x.contiguous(), "summed": _packed(summed), "gain": _packed(gain), "statistics": statistics,
+        "d_summed": d_summed, "shares": shares, "N": count, "W": width, "H": _hidden(width, groups), "eps": eps,
+        "turns": -(-count // (how.rows * programs)), "HAS_BIAS": has_bias, "SLICES": how.slices,
+        **_constants(groups, mode, eps_mode, how),
+    }  # fmt: skip
+    start(backward_kernel, (programs, how.parts * how.slices), arguments, {"num_warps": how.warps} | _two_at_once(how))
     return d_summed, shares.sum(1)
 
 
@@ -280,7 +281,7 @@ def _programs(device: torch.device, how: Cut, tiles: int) -> int:
 
 def _two_at_once(how: Cut) -> dict[str, Any]:
     """Keep the compiler from taking registers that the second program of a multiprocessor needs."""
-    return {"maxnreg": 128} if how.warps == 8 and not interpreted() else {}
+    return {"maxnreg": 128} if how.warps == 8 else {}
 
 
 @_rows_backward.register_fake

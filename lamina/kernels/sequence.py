@@ -22,7 +22,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-COUNTS = ["T", "B", "P", "groups", "first"]  # a new batch size or length compiles nothing
+# A new batch size, length or stride compiles nothing.
+COUNTS = [
+    "T", "B", "P", "groups", "first", "keep_h_t", "keep_h_b", "keep_h_u", "keep_c_t", "keep_c_b", "keep_c_u",
+]  # fmt: skip
 
 # Values of CELL.
 RNN, LSTM, GRU, DREAMER = (tl.constexpr(k) for k in range(4))
@@ -226,7 +229,7 @@ def forward_kernel(
     keep_h_t, keep_h_b, keep_h_u, keep_c_t, keep_c_b, keep_c_u,  # strides
     T, B, H, P, groups, first, eps,  # first: the tile of rows that this launch's first group serves
     CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
-    RELU: tl.constexpr, STD: tl.constexpr, TRAIN: tl.constexpr,
+    RELU: tl.constexpr, STD: tl.constexpr, TRAIN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BIAS_CELL: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_RESETS: tl.constexpr, HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr,
     HAS_DROP: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, K: tl.constexpr, NK: tl.constexpr,
@@ -268,13 +271,16 @@ def forward_kernel(
 
     gate_ok = (gates < G)[:, None, None] & unit_ok[None, :, None]
     if SITE != NOWHERE:
-        gain3 = tl.load(gain + columns, mask=gate_ok, other=0.0)
+        gain3 = tl.load(gain + columns, mask=gate_ok, other=0.0).to(tl.float32)
         width = _group_width(H, G, SPLIT, NS)
-    bias3 = tl.load(bias + columns, mask=gate_ok, other=0.0)
+    if HAS_BIAS:
+        bias3 = tl.load(bias + columns, mask=gate_ok, other=0.0).to(tl.float32)
     if CELL_NORM:
-        own_gain = tl.load(gain_cell + units, mask=unit_ok, other=0.0)[:, None]
-        own_bias = tl.load(bias_cell + units, mask=unit_ok, other=0.0)[:, None]
-    h = tl.load(h_first + at, mask=own, other=0.0)
+        own_gain = tl.load(gain_cell + units, mask=unit_ok, other=0.0).to(tl.float32)[:, None]
+        own_bias = tl.zeros((BU, 1), tl.float32)
+        if HAS_BIAS_CELL:
+            own_bias = tl.load(bias_cell + units, mask=unit_ok, other=0.0).to(tl.float32)[:, None]
+    h = tl.load(h_first + at, mask=own, other=0.0).to(tl.float32)
     h_start = h
     c = tl.zeros((BU, BM), tl.float32)
     if CELL == LSTM:
@@ -326,7 +332,8 @@ def forward_kernel(
         normed = y3
         if SITE != NOWHERE:
             y3 = y3 * gain3
-        y3 += bias3
+        if HAS_BIAS:
+            y3 += bias3
 
         # The cell.
         h_old, c_old = h, c
@@ -490,19 +497,19 @@ def _gathered(partials, sums, q, scale, drop, rows, units, own, H, P,
 
 @triton.jit(do_not_specialize=COUNTS)
 def backward_kernel(
-    x, weight, gain, bias, gain_cell, bias_cell,  # weight: W~' by member, [P, P*BU units, GP*BU rows]
+    x, weight, gain, bias, gain_cell, bias_cell,  # weight: W~ if RESIDENT, else W~' by member, [P, P*BU, GP*BU]
     hist, c_hist, h_first, xhat, rstds, cell_mean, cell_rstd,
     q,  # [T, B, groups of gates, H]
     d_hist, d_c,  # [T+1, B, H], [B, H]
     d_x, d_y,  # [T, B, G*H]: to x and to the normalised product; one tensor where they are alike
     d_h_first, d_c_first,  # [B, H]
-    d_gain, d_bias, d_gain_cell, d_bias_cell,  # [groups, G*H] twice, [groups, H] twice
+    shares,  # [tiles, 2*G*H + 2*H]: of the gradients of bias, gain, bias_cell and gain_cell
     partials, sums, cell_sums, counters,  # exchange; the last two all 0 at first
     lengths, resets, keep_h, keep_c, drop,
     keep_h_t, keep_h_b, keep_h_u, keep_c_t, keep_c_b, keep_c_u,
     T, B, H, P, groups, first, eps,  # first: the tile of rows that this launch's first group serves
     CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
-    RELU: tl.constexpr, STD: tl.constexpr, HAS_BIAS: tl.constexpr,
+    RELU: tl.constexpr, STD: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BIAS_CELL: tl.constexpr, HAS_D_C: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_RESETS: tl.constexpr, HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr,
     HAS_DROP: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, K: tl.constexpr, NK: tl.constexpr,
@@ -534,13 +541,17 @@ def backward_kernel(
     sums_turn, cell_turn = groups * P * NS * BM, groups * P * 2 * BM
 
     r, k, b = tl.arange(0, GP * BU), tl.arange(0, K), tl.arange(0, BM)
-    weight += _wide(member) * P * BU * (GP * BU)
     w = ()
     if RESIDENT:
+        r_unit = member * BU + r % BU
+        at_rows = weight + ((r // BU) * H + r_unit).to(tl.int64) * H
+        r_ok = (r // BU < G) & (r_unit < H)
         for part in tl.static_range(NK):
-            at_weight = (part * K + k)[:, None] * (GP * BU) + r[None, :]
-            piece = tl.load(weight + at_weight, mask=(part * K + k < P * BU)[:, None], other=0.0)
+            ok = r_ok[None, :] & (part * K + k < H)[:, None]
+            piece = tl.load(at_rows[None, :] + (part * K + k)[:, None], mask=ok, other=0.0)
             w = w + (_as_operand(piece, weight.dtype.element_ty, PRECISION),)
+    else:
+        weight += _wide(member) * P * BU * (GP * BU)
 
     gate_ok = (gates < G)[:, None, None] & unit_ok[None, :, None]
     width = _group_width(H, G, SPLIT, NS)
@@ -548,20 +559,24 @@ def backward_kernel(
     gain3 = tl.zeros((GP, BU, 1), tl.float32)
     own_gain, own_bias = tl.zeros((BU, 1), tl.float32), tl.zeros((BU, 1), tl.float32)
     if SITE != NOWHERE:
-        gain3 = tl.load(gain + columns, mask=gate_ok, other=0.0)
-    bias3 = tl.load(bias + columns, mask=gate_ok, other=0.0)
+        gain3 = tl.load(gain + columns, mask=gate_ok, other=0.0).to(tl.float32)
+    bias3 = tl.zeros((GP, BU, 1), tl.float32)
+    if HAS_BIAS:
+        bias3 = tl.load(bias + columns, mask=gate_ok, other=0.0).to(tl.float32)
     if CELL_NORM:
-        own_gain = tl.load(gain_cell + units, mask=unit_ok, other=0.0)[:, None]
-        own_bias = tl.load(bias_cell + units, mask=unit_ok, other=0.0)[:, None]
+        own_gain = tl.load(gain_cell + units, mask=unit_ok, other=0.0).to(tl.float32)[:, None]
+        if HAS_BIAS_CELL:
+            own_bias = tl.load(bias_cell + units, mask=unit_ok, other=0.0).to(tl.float32)[:, None]
     if HAS_LENGTHS:
         length = tl.load(lengths + rows, mask=row_ok, other=0)
     h_start, c_start, dc = zero, zero, zero
     if HAS_RESETS:
-        h_start = tl.load(h_first + at, mask=own, other=0.0)
+        h_start = tl.load(h_first + at, mask=own, other=0.0).to(tl.float32)
     if CELL == LSTM:
         if HAS_RESETS:
             c_start = tl.load(c_hist + at, mask=own, other=0.0)
-        dc = tl.load(d_c + at, mask=own, other=0.0)
+        if HAS_D_C:
+            dc = tl.load(d_c + at, mask=own, other=0.0).to(tl.float32)
     dh, dh_first, dc_first, sum_gain_cell, sum_bias_cell = zero, zero, zero, zero, zero
     sum_gain, sum_bias = tl.zeros((GP, BU, BM), tl.float32), tl.zeros((GP, BU, BM), tl.float32)
     a0, a1, a2, a3, a4, a5, a6, normed, inverse, rstd, dh_here, restart = _recalled(
@@ -696,18 +711,19 @@ def backward_kernel(
     tl.store(d_h_first + at, dh + dh_first, mask=own)
     if CELL == LSTM:
         tl.store(d_c_first + at, dc + dc_first, mask=own)
-    at_sums = (first + group) * (G * H) + gates[:, None] * H + units[None, :]
+    shares += (first + group) * (2 * G * H + 2 * H)
+    at_sums = gates[:, None] * H + units[None, :]
     sums_ok = (gates < G)[:, None] & unit_ok[None, :]
     if HAS_BIAS:
-        tl.store(d_bias + at_sums, tl.sum(sum_bias, 2), mask=sums_ok)
+        tl.store(shares + at_sums, tl.sum(sum_bias, 2), mask=sums_ok)
     if SITE != NOWHERE:
-        tl.store(d_gain + at_sums, tl.sum(sum_gain, 2), mask=sums_ok)
+        tl.store(shares + G * H + at_sums, tl.sum(sum_gain, 2), mask=sums_ok)
     if CELL_NORM:
-        tl.store(d_gain_cell + (first + group) * H + units, tl.sum(sum_gain_cell, 1), mask=unit_ok)
-        tl.store(d_bias_cell + (first + group) * H + units, tl.sum(sum_bias_cell, 1), mask=unit_ok)
+        tl.store(shares + 2 * G * H + units, tl.sum(sum_bias_cell, 1), mask=unit_ok)
+        tl.store(shares + 2 * G * H + H + units, tl.sum(sum_gain_cell, 1), mask=unit_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def norm_backward_kernel(
     d_y, xhat, gain, rstds, out,  # [N, G*H] twice, [G*H], [T, NS, B], [N, G*H]
     B, H, eps,
@@ -726,7 +742,8 @@ def norm_backward_kernel(
     ok = j < n
     at = row * (G * H) + first * H + j
     normed = tl.load(xhat + at, mask=ok, other=0.0).to(tl.float32)
-    dy = tl.load(d_y + at, mask=ok, other=0.0).to(tl.float32) * tl.load(gain + first * H + j, mask=ok, other=0.0)
+    dy = tl.load(d_y + at, mask=ok, other=0.0).to(tl.float32)
+    dy *= tl.load(gain + first * H + j, mask=ok, other=0.0).to(tl.float32)
     inverse = tl.load(rstds + ((row // B) * NS + part) * B + row % B)
     mean = tl.sum(dy, 0) / n
     s = tl.sum(dy * normed, 0) / n * _std_correction(inverse, eps, STD)

@@ -36,6 +36,7 @@ from .sequence import (
     _tanh,
     _wide,
 )
+from .start import start
 
 COUNTS = ["t", "T", "B"]  # a new step, length or batch size compiles nothing
 
@@ -749,7 +750,9 @@ def column_sums(
     per = triton.cdiv(triton.cdiv(max(count, 1), most), rows) * rows
     programs = triton.cdiv(max(count, 1), per)
     sums = torch.empty((programs, 2, width), dtype=torch.float32, device=d.device)
-    column_sums_kernel[(across, programs)](
-        d, y, x, stats, sums, count, width // gates, per, G=gates, ROWS=rows, COLUMNS=columns
-    )
+    arguments = {
+        "d": d, "y": y, "x": x, "stats": stats, "sums": sums, "N": count, "H": width // gates, "per": per, "G": gates,
+        "ROWS": rows, "COLUMNS": columns,
+    }  # fmt: skip
+    start(column_sums_kernel, (across, programs), arguments, {"num_warps": 4})
     return sums.sum(0)
