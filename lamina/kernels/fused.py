@@ -34,10 +34,11 @@ def run(call: Recurrence, path: str) -> SequenceResult:
     x = turned.input if valid is None else _zero_unless(valid, turned.input)
     form = form_of(call)
     tensors, extras = _prepared(turned, form, x)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if torch.compiler.is_compiling():
-        hist, c_n, *_ = _sequence(*_named(tensors, extras), form.encode(), path, torch.is_grad_enabled())
+        hist, c_n, *_ = _sequence(*_named(tensors, extras), form.encode(), path, keep)
     else:
-        hist, c_n = _Sequence.apply(form, path, *tensors, *extras)  # type: ignore[no-untyped-call]
+        hist, c_n = _Sequence.apply(form, path, keep, *tensors, *extras)  # type: ignore[no-untyped-call]
     output = hist[1:] if valid is None else _zero_unless(valid, hist[1:])
     if call.reverse:
         output = reference.reverse_sequences(output, call.lengths)
@@ -187,7 +188,6 @@ def _backward(form: Form, path: str, tensors: Tensors, extras: Tensors, kept: Se
     found = _module(path).backward(
         form, x, matrix, h, *parameters, Extras(*extras), (hist, *rest), d_hist.contiguous(), d_c
     )
-    found["h"] += d_hist[0]
     return [None if t is None else found[name].to(t.dtype) for name, t in zip(NAMES, tensors)]
 
 
@@ -195,9 +195,9 @@ class _Sequence(torch.autograd.Function):
     """hist [T+1, B, H] and the final c."""
 
     @staticmethod
-    def forward(ctx: Any, form: Form, path: str, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, form: Form, path: str, keep: bool, *given: Tensor | None) -> tuple[Tensor, Tensor]:
         tensors, extras = given[: len(NAMES)], given[len(NAMES) :]
-        hist, c_n, *kept = _forward(form, path, tensors, extras, any(ctx.needs_input_grad))
+        hist, c_n, *kept = _forward(form, path, tensors, extras, keep)
         ctx.form, ctx.path = form, path
         ctx.save_for_backward(*given, hist, *kept)
         if tensors[3] is None:
@@ -212,10 +212,10 @@ class _Sequence(torch.autograd.Function):
         d_hist = torch.zeros_like(kept[0]) if grads[0] is None else grads[0]
         d_c = grads[1] if tensors[3] is not None else None
         if torch.is_grad_enabled():  # asked for with create_graph: these gradients will be differentiated
-            found = _differentiable_gradients(ctx.form, tensors, extras, d_hist, d_c, ctx.needs_input_grad[2:])
+            found = _differentiable_gradients(ctx.form, tensors, extras, d_hist, d_c, ctx.needs_input_grad[3:])
         else:
             found = _backward(ctx.form, ctx.path, tensors, extras, kept, d_hist, d_c)
-        return None, None, *found, *(None for _ in extras)
+        return None, None, None, *found, *(None for _ in extras)
 
 
 def _differentiable_gradients(

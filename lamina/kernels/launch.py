@@ -15,7 +15,7 @@ from ..reference import Recurrence
 from . import Request, interpreted
 from .start import start
 
-SHARED_MEMORY = 200 * 1024  # of a program's weights and operand, so that the compiler has some left
+RESERVED = 28 * 1024  # bytes of shared memory that are left to the compiler
 CELLS = {"RNN": 0, "LSTM": 1, "GRU": 2, "DREAMER": 3}
 SITES = {"": 0, "hh": 1, "sum": 2}
 OVERRIDE: dict[str, Any] = {}  # fields of a plan that a tuner tries
@@ -108,15 +108,24 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a program's shared memory for weights and operand; the interpreter's are an H200's."""
+    hopper = 227 * 1024
+    if device.type != "cuda":
+        return hopper - RESERVED
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", hopper)) - RESERVED
+
+
 def power(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
-def plan(form: Form, hidden: int, batch: int, size: int, programs: int, backward: bool) -> Plan | None:
+def plan(form: Form, hidden: int, batch: int, size: int, programs: int, memory: int, backward: bool) -> Plan | None:
     """Cut a problem for ``programs`` that can be on the device at once; None when it does not fit.
 
-    ``size`` is that of an element of the product's operands in bytes.
+    ``size`` is that of an element of the product's operands, ``memory`` a program's shared memory, in bytes.
     """
     gates = form.padded_gates
     units = OVERRIDE.get("units", 64 // gates)
@@ -132,7 +141,7 @@ def plan(form: Form, hidden: int, batch: int, size: int, programs: int, backward
     chunk = _chunk(span, rows, size, backward)
     weights = size * gates * units * -(-span // chunk) * chunk
     operand = gates * units if backward else chunk * (-(-span // chunk) if rows <= 16 else 2)
-    resident = weights + size * rows * operand <= SHARED_MEMORY
+    resident = weights + size * rows * operand <= memory
     if not resident:
         chunk = min(chunk, 64 if size == 4 else 128)
     warps = OVERRIDE.get("warps") or (8 if backward or rows > 16 or span > 512 else 4)
@@ -272,7 +281,8 @@ def _exchange(cut: Plan, columns: dict[str, int], device: torch.device) -> dict[
 
 def cut_for(form: Form, hidden: int, batch: int, weight: Tensor, backward: bool) -> Plan:
     """The plan of a launch on the weight's device."""
-    found = plan(form, hidden, batch, weight.element_size(), processors(weight.device), backward)
+    device = weight.device
+    found = plan(form, hidden, batch, weight.element_size(), processors(device), shared_memory(device), backward)
     if found is None:
         raise RuntimeError(f"no plan for {form} with {hidden} units")  # `choose` asks before
     return found
