@@ -143,7 +143,7 @@ def plan(form: Form, hidden: int, batch: int, size: int, programs: int, memory: 
     operand = gates * units if backward else chunk * (-(-span // chunk) if rows <= 16 else 2)
     resident = weights + size * rows * operand <= memory
     if not resident:
-        chunk = min(chunk, 64 if size == 4 else 128)
+        chunk = min(chunk, 64 if size >= 4 else 128)
     warps = OVERRIDE.get("warps") or (8 if backward or rows > 16 or span > 512 else 4)
     ahead = -(-span // chunk) if rows <= 16 else 1
     return Plan(rows, units, members, groups, chunk, resident, warps, 1 if resident else 4, ahead)
@@ -282,7 +282,8 @@ def _exchange(cut: Plan, columns: dict[str, int], device: torch.device) -> dict[
 def cut_for(form: Form, hidden: int, batch: int, weight: Tensor, backward: bool) -> Plan:
     """The plan of a launch on the weight's device."""
     device = weight.device
-    found = plan(form, hidden, batch, weight.element_size(), processors(device), shared_memory(device), backward)
+    size = weight.element_size() * (2 if precision(weight.dtype) == "tf32x3" else 1)  # which keeps high and low parts
+    found = plan(form, hidden, batch, size, processors(device), shared_memory(device), backward)
     if found is None:
         raise RuntimeError(f"no plan for {form} with {hidden} units")  # `choose` asks before
     return found
