@@ -3,8 +3,9 @@
     python benchmarks/speed.py --out results/bench-sequence.json
 
 For each cell, dtype and shape, in one process and in interleaved rounds: our layer-normalised layer, our plain layer,
-cuDNN's plain layer, and with --rivals the step-by-step layer-normalised loop. A case is timed only after its output
-and gradients were compared with the float64 reference. Random numbers in, input projection included.
+cuDNN's plain layer, and with --rivals the layer-normalised loop step by step and its compiled cell in a CUDA graph. A
+case is timed only after its output and gradients were compared with the float64 reference. Random numbers in, input
+projection included.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ SHAPES = (
     (128, 64, 256, 256), (128, 30, 640, 2400), (128, 40, 384, 1024), (1, 500, 512, 512), (16, 64, 1024, 4096),
 )  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-EAGER = "LN, step by step"
+EAGER, GRAPHED = "LN, step by step", "LN, compiled cell in a CUDA graph"
+GRAPHED_STEPS = 64  # of the graph at most: every step is written out in it
 OURS, PLAIN, CUDNN = "LN", "plain", "cuDNN plain"
 EXCHANGE = 0.8  # microseconds: what one meeting of 16 programs took, measured alone on an H200
 BANDWIDTH = 4.8e6  # bytes a microsecond, of an H200's memory
@@ -79,6 +81,34 @@ def training_step(layer: nn.Module, x: Tensor, upstream: Tensor) -> Callable[[],
     return step
 
 
+def graphed_step(cell: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Callable[[], None], int]:
+    """A training step of a loop over a compiled cell, captured whole, and how many time steps it has."""
+    batch, steps, inputs, hidden = shape
+    steps = min(steps, GRAPHED_STEPS)
+    layer = getattr(lamina, f"{cell}Cell")(inputs, hidden, device="cuda", dtype=dtype)
+    compiled = torch.compile(layer)
+    x = torch.randn(steps, batch, inputs, device="cuda", dtype=dtype, requires_grad=True)
+    upstream = torch.randn(steps, batch, hidden, device="cuda", dtype=dtype)
+
+    def step() -> None:
+        state, outputs = None, []
+        for now in x.unbind():
+            state = compiled(now, state)
+            outputs.append(state[0] if cell == "LSTM" else state)
+        torch.autograd.grad(torch.stack(outputs), [x, *layer.parameters()], upstream)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay, steps
+
+
 def errors(cell: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[float, float]:
     """The largest relative error of outputs and gradients over 8 steps, ours and the same-precision reference's."""
     batch, _, inputs, hidden = shape
@@ -122,17 +152,21 @@ def measure(cell: str, dtype: str, shape: tuple[int, ...], rounds: int, rivals: 
     layers = contenders(cell, kind, shape, rivals)
     ready = {name: training_step(layer, x, upstream) for name, layer in layers.items()}
     memory = {name: _peak(step) for name, step in ready.items()}
+    lengths = dict.fromkeys(ready, steps)
+    if rivals and hidden <= 1024:
+        ready[GRAPHED], lengths[GRAPHED] = graphed_step(cell, kind, shape)
     times: dict[str, list[float]] = {name: [] for name in ready}
-    repeats = max(1, 200 // steps)
     for _ in range(rounds):
         for name, step in ready.items():
-            times[name].append(1000 * milliseconds(step, repeats if name != EAGER else 1) / steps)
+            repeats = 1 if name == EAGER else max(1, 200 // lengths[name])
+            times[name].append(1000 * milliseconds(step, repeats) / lengths[name])
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
         "cell": cell, "dtype": dtype, "shape": list(shape), "cudnn_persistent": persistent(cell, dtype, shape),
         "backend": str(lamina.explain(layers[OURS], x)), "microseconds": times, "median": medians,
         "ratio_to_cudnn": medians[OURS] / medians[CUDNN], "ratio_to_own_plain": medians[OURS] / medians[PLAIN],
         "ratio_to_step_by_step": medians[OURS] / medians[EAGER] if EAGER in medians else None,
+        "ratio_to_graphed": medians[OURS] / medians[GRAPHED] if GRAPHED in medians else None,
         "share_of_floor": floor(cell, dtype, shape) / medians[OURS], "peak_megabytes": memory,
         "error": ours, "error_of_reference": plain,
     }  # fmt: skip
