@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -211,10 +212,10 @@ def as_cudnn_multiplies(dtype: torch.dtype) -> Iterator[None]:
     could not be put back as it was.
     """
     matmul: Any = torch.backends.cuda.matmul
-    before, wanted = matmul.fp32_precision, tf32_wanted()
-    if dtype != torch.float32 or (before == "tf32") == wanted:
+    if dtype != torch.float32 or (matmul.fp32_precision == "tf32") == tf32_wanted():
         yield
         return
+    before, wanted = matmul.fp32_precision, tf32_wanted()
     matmul.fp32_precision = "tf32" if wanted else "ieee"
     try:
         yield
@@ -222,7 +223,8 @@ def as_cudnn_multiplies(dtype: torch.dtype) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-def _constants(form: Form, cut: Plan, dtype: torch.dtype) -> dict[str, Any]:
+@cache
+def _constants(form: Form, cut: Plan, multiply: str) -> dict[str, Any]:
     return {
         "CELL": CELLS[form.cell],
         "SITE": SITES[form.site],
@@ -240,7 +242,7 @@ def _constants(form: Form, cut: Plan, dtype: torch.dtype) -> dict[str, Any]:
         "P2": power(cut.members),
         "RESIDENT": cut.resident,
         "SOLO": cut.members == 1,
-        "PRECISION": precision(dtype),
+        "PRECISION": multiply,
         "STAGES": cut.stages,
         "AHEAD": cut.ahead,
     }
@@ -248,7 +250,7 @@ def _constants(form: Form, cut: Plan, dtype: torch.dtype) -> dict[str, Any]:
 
 def _start(kernel: Any, form: Form, cut: Plan, batch: int, words: dict[str, int], arguments: dict[str, Any]) -> None:
     """One launch for as many tiles of rows as the device holds groups; groups do not wait for one another."""
-    constants = _constants(form, cut, arguments["weight"].dtype)
+    constants = dict(_constants(form, cut, precision(arguments["weight"].dtype)))
     if "PC" in arguments:
         del constants["AHEAD"]
     tiles, x = -(-batch // cut.rows), arguments["x"]
@@ -281,8 +283,14 @@ def _exchange(cut: Plan, columns: dict[str, int], device: torch.device) -> dict[
 
 def cut_for(form: Form, hidden: int, batch: int, weight: Tensor, backward: bool) -> Plan:
     """The plan of a launch on the weight's device."""
-    device = weight.device
     size = weight.element_size() * (2 if precision(weight.dtype) == "tf32x3" else 1)  # which keeps high and low parts
+    return _cut_for(form, hidden, batch, size, weight.device, backward, tuple(OVERRIDE.items()))
+
+
+@cache
+def _cut_for(
+    form: Form, hidden: int, batch: int, size: int, device: torch.device, backward: bool, override: object
+) -> Plan:
     found = plan(form, hidden, batch, size, processors(device), shared_memory(device), backward)
     if found is None:
         raise RuntimeError(f"no plan for {form} with {hidden} units")  # `choose` asks before
@@ -359,7 +367,7 @@ def backward(
         q = _projections(form, xhat, weight) if defer else weight
     d_y = torch.empty_like(xhat)
     d_x = torch.empty_like(xhat) if form.cell == "GRU" else d_y
-    d_h, d_first = (x.new_empty(batch, hidden) for _ in range(2))
+    d_h, d_first = (h.new_empty(batch, hidden) for _ in range(2))
     shares = x.new_empty(-(-batch // cut.rows), 2 * (form.gates + 1) * hidden)
     members = 2 * cut.groups * cut.members
     arguments = {
@@ -373,7 +381,9 @@ def backward(
         "PC": max(1, min(power(cut.members), 2048 * cut.warps // (cut.units * cut.rows))),
     }  # fmt: skip
     _start(sequence.backward_kernel, form, cut, batch, {"cell_sums": 2}, arguments)
-    found = {"h": d_h, "c": d_first, **_added_up(form, hidden, shares, bias is not None)}
+    kinds = {t.dtype for t in (gain, bias, gain_cell, bias_cell) if t is not None}
+    added = _added_up(form, hidden, shares, bias is not None, kinds.pop() if len(kinds) == 1 else torch.float32)
+    found = {"h": d_h, "c": d_first, **added}
     through = _through_norm(form, d_y, xhat, gain, rstds) if form.site else d_y
     found["x"] = (through if form.site == "sum" else d_x).to(x.dtype)
     with as_cudnn_multiplies(weight.dtype):
@@ -390,10 +400,10 @@ def _shared(
     return {**{name: x if t is None else t for name, t in tensors.items()}, **flags}
 
 
-def _added_up(form: Form, hidden: int, shares: Tensor, bias: bool) -> dict[str, Tensor]:
-    """The gradients of gains and biases from what each tile of rows adds to them."""
+def _added_up(form: Form, hidden: int, shares: Tensor, bias: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The gradients of gains and biases from what each tile of rows adds to them, cast in one go."""
     gates = form.gates * hidden
-    total = shares[0] if shares.shape[0] == 1 else shares.sum(0)
+    total = (shares[0] if shares.shape[0] == 1 else shares.sum(0)).to(dtype)
     parts = dict(zip(("bias", "gain", "bias_cell", "gain_cell"), torch.split(total, [gates, gates, hidden, hidden])))
     there = {"bias": bias, "gain": bool(form.site), "bias_cell": form.cell_norm, "gain_cell": form.cell_norm}
     return {name: part for name, part in parts.items() if there[name]}
