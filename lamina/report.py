@@ -338,6 +338,10 @@ def _other_section(record: Record) -> Section:
     section.about = f"A record of kind “{record['kind']}”."
     if isinstance(record.get("environment"), dict):
         section.provenance = list(_machine(record["environment"]))
+    if isinstance(record.get("tables"), list):  # the record says itself how it is read
+        section.about = str(record.get("about", section.about))
+        section.tables = [Table(str(t["caption"]), list(t["columns"]), list(t["rows"])) for t in record["tables"]]
+        return section
     known = ("schema", "kind", "name", "title")
     flat = [[k, _cell(v)] for k, v in sorted(record.items()) if k not in known and not isinstance(v, (dict, list))]
     section.tables = [Table(section.title, ["Entry", "Value"], flat)] if flat else []

@@ -328,6 +328,19 @@ class TestWords:
         assert cells(text, "passed") == ["passed", "true"]
         page_of(done)
 
+    @pytest.mark.usefixtures("small")
+    def test_a_record_may_bring_its_own_tables(self, tmp_path):
+        write_run(tmp_path / "runs")
+        table = {"caption": "speed", "columns": ["case", "us"], "rows": [["lstm", "6.6"], ["gru", "5.7"]]}
+        record = {"schema": 1, "kind": "bench", "name": "gpu", "rows": [{"raw": 1}], "tables": [table], "about": "told"}
+        (tmp_path / "runs" / "bench.json").write_text(json.dumps(record))
+        done = build(tmp_path)
+        text = done.markdown.read_text(encoding="utf-8")
+        assert cells(text, "lstm") == ["lstm", "6.6"]
+        assert "told" in text
+        assert "raw" not in text
+        page_of(done)
+
     def test_an_experiment_without_a_sheet_is_shown_and_noted(self, tmp_path, monkeypatch, built):
         monkeypatch.setattr("lamina.sheets.SHEETS", {})
         done = report.build([built.html.parent / "toy-digits.json"], tmp_path)
