@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..checks import fail, one_of
 from ..reference import EPS_MODES, affine, standardise
+from .formulas import inverse_deviation, std_correction, wide
 from .launch import power, processors
-from .sequence import _inverse_deviation, _std_correction, _wide
 from .start import start
 
 MODES = ("norm", "centre", "plain")
@@ -62,7 +62,7 @@ def forward_kernel(
 ):  # fmt: skip
     """One part of ROWS rows."""
     first, n = _part(W, H, GROUPS, BLOCK, 1)
-    rows = _wide(tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
+    rows = wide(tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     row_ok, column_ok = rows < N, columns < n
     ok = row_ok[:, None] & column_ok[None, :]
@@ -73,7 +73,7 @@ def forward_kernel(
         x = x - mean[:, None]
     if MODE == "norm":
         apart = tl.where(ok, x, 0.0)
-        rstd = _inverse_deviation(tl.sum(apart * apart, 1) / n, eps, STD)
+        rstd = inverse_deviation(tl.sum(apart * apart, 1) / n, eps, STD)
         x = x * rstd[:, None]
         part, parts = tl.program_id(1), tl.num_programs(1)
         tl.store(statistics + rows * parts + part, mean, mask=row_ok)
@@ -123,7 +123,7 @@ def backward_kernel(
         gain += first
     sum_gain, sum_bias = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
     for turn in tl.range(0, turns, num_stages=1):
-        rows = (_wide(programs) * turn + program) * ROWS + tl.arange(0, ROWS)
+        rows = (wide(programs) * turn + program) * ROWS + tl.arange(0, ROWS)
         row_ok = rows < N
         ok = row_ok[:, None] & column_ok[None, :]
         row_at = (rows * W + first)[:, None]
@@ -149,7 +149,7 @@ def backward_kernel(
             if gain is not None:
                 sum_gain += d * normed
             across = (straight + tl.sum(d_normed, 1)) / n
-            along = (skewed + tl.sum(d_normed * normed, 1)) / n * _std_correction(rstd, eps, STD)
+            along = (skewed + tl.sum(d_normed * normed, 1)) / n * std_correction(rstd, eps, STD)
             d_normed = (d_normed - across[:, None] - normed * along[:, None]) * rstd[:, None]
         if MODE == "centre":
             d_normed = d - (tl.sum(d, 1) / n)[:, None]

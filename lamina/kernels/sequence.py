@@ -22,57 +22,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .formulas import (
+    GRU,
+    LSTM,
+    NOWHERE,
+    ON_SUM,
+    PAIR,
+    RNN,
+    TOGETHER,
+    dreamer_gates,
+    gru_backward,
+    gru_forward,
+    gru_gates,
+    inverse_deviation,
+    lstm_cell_backward,
+    lstm_gates,
+    lstm_output_backward,
+    rnn_backward,
+    rnn_forward,
+    std_correction,
+    tanh,
+    wide,
+)  # fmt: skip
+
 # A new batch size, length or stride compiles nothing.
 COUNTS = [
     "T", "B", "P", "groups", "first", "keep_h_t", "keep_h_b", "keep_h_u", "keep_c_t", "keep_c_b", "keep_c_u",
 ]  # fmt: skip
-
-# Values of CELL.
-RNN, LSTM, GRU, DREAMER = (tl.constexpr(k) for k in range(4))
-# Values of SITE: where the product's norm stands.
-NOWHERE, ON_HH, ON_SUM = (tl.constexpr(k) for k in range(3))
-# Values of SPLIT: which gates share statistics.
-TOGETHER, APART, PAIR = (tl.constexpr(k) for k in range(3))
-
-
-@triton.jit
-def _wide(n):
-    """A count in 64 bits: offsets of long sequences pass 2^31."""
-    return tl.full((), 0, tl.int64) + n
-
-
-@triton.jit
-def _sigmoid(x):
-    e = tl.exp(-tl.abs(x))  # never overflows
-    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
-
-
-@triton.jit
-def _tanh(x):
-    """By exponentials, and near 0, where those would cancel, by the series."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
-    small = tl.where(tl.abs(x) < 0.25, x, 0.0)
-    s = small * small
-    near = small * (1.0 - s * (1.0 / 3 - s * (2.0 / 15 - s * (17.0 / 315 - s * (62.0 / 2835)))))
-    return tl.where(tl.abs(x) < 0.25, near, tl.where(x >= 0, far, -far))
-
-
-@triton.jit
-def _inverse_deviation(var, eps, STD: tl.constexpr):
-    """1/sqrt(var + eps), or 1/(sqrt(var) + eps); 0 where that is not finite, as the reference has it."""
-    deviation = tl.sqrt(var) + eps if STD else tl.sqrt(var + eps)
-    return tl.where(deviation > 0, 1.0 / tl.where(deviation > 0, deviation, 1.0), 0.0)
-
-
-@triton.jit
-def _std_correction(rstd, eps, STD: tl.constexpr):
-    """What the norm's projection term is multiplied with: 1, or (s + eps)/s when eps was added to s itself."""
-    if STD:
-        apart = 1.0 - eps * rstd  # s / (s + eps)
-        return tl.where((rstd > 0) & (apart > 0), 1.0 / tl.where(apart > 0, apart, 1.0), 0.0)
-    else:
-        return 1.0
 
 
 @triton.jit
@@ -111,7 +87,7 @@ def _wait(counter, arrivals, SOLO: tl.constexpr):
 def _word(value, number):
     """A float32 and the number of the exchange it belongs to, in 64 bits: written and read as one."""
     bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    return bits | (_wide(number) << 32)
+    return bits | (wide(number) << 32)
 
 
 @triton.jit
@@ -249,7 +225,7 @@ def forward_kernel(
     at_gates = rows[None, None, :] * (G * H) + columns
     at = rows[None, :] * H + units[:, None]
     groups_of = tl.arange(0, NS)[:, None]
-    step_gates, step_units = _wide(B) * G * H, _wide(B) * H
+    step_gates, step_units = wide(B) * G * H, wide(B) * H
     counter = counters + group
     arrivals = 0
     sums += group * P * NS * BM
@@ -327,7 +303,7 @@ def forward_kernel(
         if SITE != NOWHERE:
             mine = _row_sums(y3, y3, SPLIT, GP, BU, BM)
             total = _summed_over_members(sums + turn * sums_turn, mine, member, t + 1, P, P2, NS * BM, SOLO)
-            inverse = _inverse_deviation(tl.reshape(total, (NS, BM)) / width, eps, STD)
+            inverse = inverse_deviation(tl.reshape(total, (NS, BM)) / width, eps, STD)
             y3 = y3 * _for_gates(inverse, SPLIT, GP, BM)[:, None, :]
         normed = y3
         if SITE != NOWHERE:
@@ -341,16 +317,16 @@ def forward_kernel(
             if SITE != ON_SUM:
                 y3 += x3
             i, f, g, o = _split(y3, GP, BU, BM)
-            o = _sigmoid(o)
-            c = _sigmoid(f) * c_old + _sigmoid(i) * _tanh(g)
+            i, f, g, o = lstm_gates(i, f, g, o)
+            c = f * c_old + i * g
             seen = c
             if CELL_NORM:
                 mean, var = _moments(
                     moments + turn * moments_turn, c, own, count, member, t + 1, H, P, P2, BU, BM, SOLO
                 )
-                rstd = _inverse_deviation(var, eps, STD)
+                rstd = inverse_deviation(var, eps, STD)
                 seen = (c - mean[None, :]) * rstd[None, :] * own_gain + own_bias
-            h = o * _tanh(seen)
+            h = o * tanh(seen)
             if CARRY:
                 c = seen
         else:
@@ -358,24 +334,23 @@ def forward_kernel(
                 if SITE != ON_SUM:
                     y3 += x3
                 pre = tl.reshape(y3, (BU, BM))
-                h = tl.maximum(pre, 0.0) if RELU else _tanh(pre)
-            elif CELL == GRU:
-                h_r, h_z, h_n, _ = _split(y3, GP, BU, BM)
-                x_r, x_z, x_n, _ = _split(x3, GP, BU, BM)
-                z = _sigmoid(x_z + h_z)
-                h = (1.0 - z) * _tanh(x_n + _sigmoid(x_r + h_r) * h_n) + z * h_old
+                h = rnn_forward(pre, RELU)
             else:
-                r_gate, u, n, _ = _split(y3, GP, BU, BM)
-                u = _sigmoid(u - 1.0)
-                h = u * _tanh(_sigmoid(r_gate) * n) + (1.0 - u) * h_old
+                h_r, h_z, h_n, _ = _split(y3, GP, BU, BM)
+                if CELL == GRU:
+                    x_r, x_z, x_n, _ = _split(x3, GP, BU, BM)
+                    _, z, n = gru_gates(x_r, x_z, x_n, h_r, h_z, h_n)
+                else:
+                    _, z, n = dreamer_gates(h_r, h_z, h_n)
+                h = gru_forward(z, n, h_old)
 
         # What the row keeps.
         if HAS_KEEP_H:
-            keep = tl.load(keep_h + _wide(t) * keep_h_t + rows[None, :] * keep_h_b + units[:, None] * keep_h_u,
+            keep = tl.load(keep_h + wide(t) * keep_h_t + rows[None, :] * keep_h_b + units[:, None] * keep_h_u,
                            mask=own, other=0.0).to(tl.float32)  # fmt: skip
             h = keep * h_old + (1.0 - keep) * h
         if HAS_KEEP_C:
-            keep = tl.load(keep_c + _wide(t) * keep_c_t + rows[None, :] * keep_c_b + units[:, None] * keep_c_u,
+            keep = tl.load(keep_c + wide(t) * keep_c_t + rows[None, :] * keep_c_b + units[:, None] * keep_c_u,
                            mask=own, other=0.0).to(tl.float32)  # fmt: skip
             c = keep * c_old + (1.0 - keep) * c
         if HAS_LENGTHS:
@@ -404,13 +379,13 @@ def forward_kernel(
 def _recalled(
     t, x, xhat, rstds, hist, c_hist, cell_mean, cell_rstd, d_hist, resets, gain3, bias3, own_gain, own_bias, h_start,
     c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units,
-    CELL: tl.constexpr, SITE: tl.constexpr, CELL_NORM: tl.constexpr, HAS_RESETS: tl.constexpr,
+    CELL: tl.constexpr, SITE: tl.constexpr, CELL_NORM: tl.constexpr, RELU: tl.constexpr, HAS_RESETS: tl.constexpr,
     GP: tl.constexpr, NS: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """A step's activations, made anew from what forward kept; none of it waits for another program.
 
     Gives seven tensors [BU, BM] (LSTM: i, f, g, o, c', c^, tanh of what the output gate lets out; GRU: r, z, n, the
-    candidate's recurrent part, h'; RNN: the pre-activation), the normalised product, its rstd and that of the cell,
+    candidate's recurrent part, h'; RNN: h), the normalised product, its rstd and that of the cell,
     the output's gradient, and which rows start anew.
     """
     normed = tl.load(xhat + t * step_gates + at_gates, mask=own_gates, other=0.0).to(tl.float32)
@@ -435,7 +410,7 @@ def _recalled(
         if SITE != ON_SUM:
             y3 += x3
         i, f, g, o = _split(y3, GP, BU, BM)
-        i, f, g, o = _sigmoid(i), _sigmoid(f), _tanh(g), _sigmoid(o)
+        i, f, g, o = lstm_gates(i, f, g, o)
         centred = f * c_old + i * g
         seen = centred
         if CELL_NORM:
@@ -443,24 +418,22 @@ def _recalled(
             rstd = tl.load(cell_rstd + t * B + rows, mask=row_ok, other=0.0)
             centred = (centred - mean[None, :]) * rstd[None, :]
             seen = centred * own_gain + own_bias
-        return i, f, g, o, c_old, centred, _tanh(seen), normed, inverse, rstd, dh_here, restart
+        return i, f, g, o, c_old, centred, tanh(seen), normed, inverse, rstd, dh_here, restart
     elif CELL == RNN:
         if SITE != ON_SUM:
             y3 += x3
         pre = tl.reshape(y3, (BU, BM))
-        return pre, zero, zero, zero, zero, zero, zero, normed, inverse, rstd, dh_here, restart
+        return rnn_forward(pre, RELU), zero, zero, zero, zero, zero, zero, normed, inverse, rstd, dh_here, restart
     else:
         h_old = tl.load(hist + t * step_units + at, mask=own, other=0.0).to(tl.float32)
         if HAS_RESETS:
             h_old = tl.where(restart[None, :], h_start, h_old)
-        r, z, h_n, _ = _split(y3, GP, BU, BM)
+        h_r, h_z, h_n, _ = _split(y3, GP, BU, BM)
         if CELL == GRU:
             x_r, x_z, x_n, _ = _split(x3, GP, BU, BM)
-            r, z = _sigmoid(x_r + r), _sigmoid(x_z + z)
-            n = _tanh(x_n + r * h_n)
+            r, z, n = gru_gates(x_r, x_z, x_n, h_r, h_z, h_n)
         else:
-            r, z = _sigmoid(r), _sigmoid(z - 1.0)
-            n = _tanh(r * h_n)
+            r, z, n = dreamer_gates(h_r, h_z, h_n)
         return r, z, n, h_n, h_old, zero, zero, normed, inverse, rstd, dh_here, restart
 
 
@@ -529,13 +502,13 @@ def backward_kernel(
     columns = gates[:, None, None] * H + units[None, :, None]
     at_gates = rows[None, None, :] * (G * H) + columns
     at = rows[None, :] * H + units[:, None]
-    step_gates, step_units = _wide(B) * G * H, _wide(B) * H
+    step_gates, step_units = wide(B) * G * H, wide(B) * H
     counter = counters + group
     arrivals = 0
     tile: tl.constexpr = BU * BM
     # This member's share for member m lies at [m, member]; what is meant for it, at [member, *].
-    partials += _wide(group) * P * P * tile
-    partials_turn = _wide(groups) * P * P * tile
+    partials += wide(group) * P * P * tile
+    partials_turn = wide(groups) * P * P * tile
     sums += group * P * NS * BM
     cell_sums += group * P * 2 * BM
     sums_turn, cell_turn = groups * P * NS * BM, groups * P * 2 * BM
@@ -551,7 +524,7 @@ def backward_kernel(
             piece = tl.load(at_rows[None, :] + (part * K + k)[:, None], mask=ok, other=0.0)
             w = w + (_as_operand(piece, weight.dtype.element_ty, PRECISION),)
     else:
-        weight += _wide(member) * P * BU * (GP * BU)
+        weight += wide(member) * P * BU * (GP * BU)
 
     gate_ok = (gates < G)[:, None, None] & unit_ok[None, :, None]
     width = _group_width(H, G, SPLIT, NS)
@@ -582,7 +555,7 @@ def backward_kernel(
     a0, a1, a2, a3, a4, a5, a6, normed, inverse, rstd, dh_here, restart = _recalled(
         T - 1, x, xhat, rstds, hist, c_hist, cell_mean, cell_rstd, d_hist, resets, gain3, bias3, own_gain, own_bias,
         h_start, c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units,
-        CELL, SITE, CELL_NORM, HAS_RESETS, GP, NS, BU, BM)  # fmt: skip
+        CELL, SITE, CELL_NORM, RELU, HAS_RESETS, GP, NS, BU, BM)  # fmt: skip
 
     for done in tl.range(0, T, num_stages=1):
         t = T - 1 - done
@@ -594,12 +567,12 @@ def backward_kernel(
             direct, direct_c = tl.where(going, 0.0, dh), tl.where(going, 0.0, dc)
             dh, dc = tl.where(going, dh, 0.0), tl.where(going, dc, 0.0)
         if HAS_KEEP_H:
-            keep = tl.load(keep_h + _wide(t) * keep_h_t + rows[None, :] * keep_h_b + units[:, None] * keep_h_u,
+            keep = tl.load(keep_h + wide(t) * keep_h_t + rows[None, :] * keep_h_b + units[:, None] * keep_h_u,
                            mask=own, other=0.0).to(tl.float32)  # fmt: skip
             direct += keep * dh
             dh = (1.0 - keep) * dh
         if HAS_KEEP_C:
-            keep = tl.load(keep_c + _wide(t) * keep_c_t + rows[None, :] * keep_c_b + units[:, None] * keep_c_u,
+            keep = tl.load(keep_c + wide(t) * keep_c_t + rows[None, :] * keep_c_b + units[:, None] * keep_c_u,
                            mask=own, other=0.0).to(tl.float32)  # fmt: skip
             direct_c += keep * dc
             dc = (1.0 - keep) * dc
@@ -607,7 +580,7 @@ def backward_kernel(
         # The cell.
         if CELL == LSTM:
             i, f, g, o, c_old, centred, out = a0, a1, a2, a3, a4, a5, a6
-            d_seen = dh * o * (1.0 - out * out)
+            d_o, d_seen = lstm_output_backward(o, out, dh)
             if CELL_NORM:
                 if CARRY:
                     d_seen += dc
@@ -617,36 +590,27 @@ def backward_kernel(
                 mine = tl.reshape(tl.sum(tl.join(d_centred, d_centred * centred), 0), (2 * BM,))
                 total = _summed_over_members(cell_sums + turn * cell_turn, mine, member, done + 1, P, P2, 2 * BM, SOLO)
                 plain, along = tl.split(tl.reshape(total / H, (BM, 2)))
-                along = along * _std_correction(rstd, eps, STD)
+                along = along * std_correction(rstd, eps, STD)
                 d_seen = (d_centred - plain[None, :] - centred * along[None, :]) * rstd[None, :]
                 if not CARRY:
                     d_seen += dc
                 d_seen = tl.where(own, d_seen, 0.0)
             else:
                 d_seen += dc
-            dy3 = _join(d_seen * g * i * (1.0 - i), d_seen * c_old * f * (1.0 - f), d_seen * i * (1.0 - g * g),
-                        dh * out * o * (1.0 - o))  # fmt: skip
-            dc = d_seen * f + direct_c
+            d_i, d_f, d_g, dc = lstm_cell_backward(i, f, g, c_old, d_seen)
+            dc += direct_c
+            dy3 = _join(d_i, d_f, d_g, d_o)
         elif CELL == RNN:
-            if RELU:
-                dy3 = tl.where(a0 > 0, dh, 0.0)
-            else:
-                out = _tanh(a0)
-                dy3 = dh * (1.0 - out * out)
-            dy3 = tl.reshape(dy3, (GP, BU, BM))
+            dy3 = tl.reshape(rnn_backward(a0, dh, RELU), (GP, BU, BM))
         else:
             r_gate, z, n, h_n, h_old = a0, a1, a2, a3, a4
+            dr, dz, dn, past = gru_backward(r_gate, z, n, h_n, h_old, dh)
+            direct += past
             if CELL == GRU:
-                dn = dh * (1.0 - z) * (1.0 - n * n)
-                dz = dh * (h_old - n) * z * (1.0 - z)
-                dr = dn * h_n * r_gate * (1.0 - r_gate)
                 dx3 = _join(dr, dz, dn, zero)
-                dy3 = _join(dr, dz, dn * r_gate, zero)
-                direct += dh * z
-            else:
-                dm = dh * z * (1.0 - n * n)
-                dy3 = _join(dm * h_n * r_gate * (1.0 - r_gate), dh * (n - h_old) * z * (1.0 - z), dm * r_gate, zero)
-                direct += dh * (1.0 - z)
+            else:  # z was made of 1 - u
+                dz = -dz
+            dy3 = _join(dr, dz, dn * r_gate, zero)
         d_step = dy3
 
         # The norm, but for its scalars, and this member's share of W~' dy for everyone.
@@ -655,7 +619,7 @@ def backward_kernel(
             sum_gain += dy3 * normed
             dy3 = dy3 * gain3
             s = _row_sums(dy3, normed, SPLIT, GP, BU, BM)
-            scale = _std_correction(inverse, eps, STD) / width
+            scale = std_correction(inverse, eps, STD) / width
             if DEFER:
                 tl.store(sums + turn * sums_turn + member * (NS * BM) + tl.arange(0, NS * BM), s)
             else:  # a member that is alone has the sums: nothing is left for after the product, where terms may cancel
@@ -696,9 +660,9 @@ def backward_kernel(
         a0, a1, a2, a3, a4, a5, a6, normed, inverse, rstd, dh_here, restart = _recalled(
             tl.maximum(t - 1, 0), x, xhat, rstds, hist, c_hist, cell_mean, cell_rstd, d_hist, resets, gain3, bias3,
             own_gain, own_bias, h_start, c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates,
-            step_units, CELL, SITE, CELL_NORM, HAS_RESETS, GP, NS, BU, BM)  # fmt: skip
+            step_units, CELL, SITE, CELL_NORM, RELU, HAS_RESETS, GP, NS, BU, BM)  # fmt: skip
         _wait(counter, arrivals, SOLO)
-        dh = _gathered(partials + turn * partials_turn + _wide(member) * P * tile, sums + turn * sums_turn,
+        dh = _gathered(partials + turn * partials_turn + wide(member) * P * tile, sums + turn * sums_turn,
                        q + t * NQ * step_units, scale, drop, rows, units, own, H, P, DEFER, SPLIT, HAS_DROP, NS, NQ, BU,
                        BM, P2, PC)  # fmt: skip
         dh += direct
@@ -746,5 +710,5 @@ def norm_backward_kernel(
     dy *= tl.load(gain + first * H + j, mask=ok, other=0.0).to(tl.float32)
     inverse = tl.load(rstds + ((row // B) * NS + part) * B + row % B)
     mean = tl.sum(dy, 0) / n
-    s = tl.sum(dy * normed, 0) / n * _std_correction(inverse, eps, STD)
+    s = tl.sum(dy * normed, 0) / n * std_correction(inverse, eps, STD)
     tl.store(out + at, ((dy - mean - normed * s) * inverse).to(out.dtype.element_ty), mask=ok)

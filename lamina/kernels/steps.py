@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import interpreted
-from .launch import CELLS, SITES, Extras, Form, as_cudnn_multiplies, operands, power, processors
-from .sequence import (
+from .formulas import (
     APART,
     GRU,
     LSTM,
@@ -30,70 +29,24 @@ from .sequence import (
     PAIR,
     RNN,
     TOGETHER,
-    _inverse_deviation,
-    _sigmoid,
-    _std_correction,
-    _tanh,
-    _wide,
-)
+    dreamer_gates,
+    gru_backward,
+    gru_forward,
+    gru_gates,
+    inverse_deviation,
+    lstm_cell_backward,
+    lstm_gates,
+    lstm_output_backward,
+    rnn_backward,
+    rnn_forward,
+    std_correction,
+    tanh,
+    wide,
+)  # fmt: skip
+from .launch import CELLS, SITES, Extras, Form, as_cudnn_multiplies, operands, power, processors
 from .start import start
 
 COUNTS = ["t", "T", "B"]  # a new step, length or batch size compiles nothing
-
-# The cells, elementwise on any shape. Gates enter before their non-linearities; what backward takes was activated.
-
-
-@triton.jit
-def lstm_gates(i, f, g, o):
-    return _sigmoid(i), _sigmoid(f), _tanh(g), _sigmoid(o)
-
-
-@triton.jit
-def lstm_output_backward(o, out, dh):
-    """Gradients to the gate o and to what it lets out as h = o * out, out = tanh(.)."""
-    return dh * out * o * (1.0 - o), dh * o * (1.0 - out * out)
-
-
-@triton.jit
-def lstm_cell_backward(i, f, g, c_old, dc):
-    """Gradients to the gates i, f, g and to the old c."""
-    return dc * g * i * (1.0 - i), dc * c_old * f * (1.0 - f), dc * i * (1.0 - g * g), dc * f
-
-
-@triton.jit
-def gru_gates(x_r, x_z, x_n, h_r, h_z, h_n):
-    r = _sigmoid(x_r + h_r)
-    return r, _sigmoid(x_z + h_z), _tanh(x_n + r * h_n)
-
-
-@triton.jit
-def dreamer_gates(r, u, n):
-    """As GRU has them: z, the weight of the old h, is 1 - sigmoid(u - 1), so that all that follows is GRU's."""
-    r = _sigmoid(r)
-    return r, _sigmoid(1.0 - u), _tanh(r * n)
-
-
-@triton.jit
-def gru_forward(z, n, h_old):
-    return (1.0 - z) * n + z * h_old
-
-
-@triton.jit
-def gru_backward(r, z, n, h_n, h_old, dh):
-    """Gradients to r, z and n, and to the old h past the product; h_n is what r multiplied."""
-    dn = dh * (1.0 - z) * (1.0 - n * n)
-    return dn * h_n * r * (1.0 - r), dh * (h_old - n) * z * (1.0 - z), dn, dh * z
-
-
-@triton.jit
-def rnn_forward(a, RELU: tl.constexpr):
-    return tl.maximum(a, 0.0) if RELU else _tanh(a)
-
-
-@triton.jit
-def rnn_backward(out, dh, RELU: tl.constexpr):
-    return tl.where(out > 0, dh, 0.0) if RELU else dh * (1.0 - out * out)
-
 
 # Rows of gates.
 
@@ -197,8 +150,8 @@ def _normalise(y, ok, H: tl.constexpr, eps, G: tl.constexpr, SPLIT: tl.constexpr
     mean = _group_means(y, H, G, SPLIT)
     y = _less(y, mean, ok)
     var = _group_means(_multiply(y, y), H, G, SPLIT)
-    a, b = _inverse_deviation(var[0], eps, STD), _inverse_deviation(var[1], eps, STD)
-    rstd = (a, b, _inverse_deviation(var[2], eps, STD), _inverse_deviation(var[3], eps, STD))
+    a, b = inverse_deviation(var[0], eps, STD), inverse_deviation(var[1], eps, STD)
+    rstd = (a, b, inverse_deviation(var[2], eps, STD), inverse_deviation(var[3], eps, STD))
     return _multiply(y, rstd), mean, rstd
 
 
@@ -230,8 +183,8 @@ def _normed_again(y, x, stats, j, ok, H: tl.constexpr, SITE: tl.constexpr, SPLIT
 def _through_norm(d, normed, rstd, H: tl.constexpr, eps, G: tl.constexpr, SPLIT: tl.constexpr, STD: tl.constexpr):
     """rstd (d - mean(d) - x^ mean(d x^)) of each group of gates."""
     mean, slope = _projections(d, normed, H, G, SPLIT)
-    a, b = _std_correction(rstd[0], eps, STD), _std_correction(rstd[1], eps, STD)
-    slope = _multiply(slope, (a, b, _std_correction(rstd[2], eps, STD), _std_correction(rstd[3], eps, STD)))
+    a, b = std_correction(rstd[0], eps, STD), std_correction(rstd[1], eps, STD)
+    slope = _multiply(slope, (a, b, std_correction(rstd[2], eps, STD), std_correction(rstd[3], eps, STD)))
     a, b = d[0] - mean[0] - normed[0] * slope[0], d[1] - mean[1] - normed[1] * slope[1]
     c = d[2] - mean[2] - normed[2] * slope[2]
     return _multiply((a, b, c, d[3] - mean[3] - normed[3] * slope[3]), rstd)
@@ -243,7 +196,7 @@ def _kept(keep, t, b, j, ok, B, H: tl.constexpr, RATE: tl.constexpr):
     if RATE:
         return tl.load(keep).to(tl.float32)
     else:
-        return tl.load(keep + (_wide(t) * B + b) * H + j, mask=ok, other=0.0).to(tl.float32)
+        return tl.load(keep + (wide(t) * B + b) * H + j, mask=ok, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -270,14 +223,14 @@ def forward_kernel(
     H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step t of one row: everything but the product."""
-    b = _wide(tl.program_id(0))
+    b = wide(tl.program_id(0))
     j = tl.arange(0, BLOCK)
     ok = j < H
-    at, plane = b * H + j, _wide(B) * H
-    step = _wide(t) * B + b
+    at, plane = b * H + j, wide(B) * H
+    step = wide(t) * B + b
     normed = _load_gates(y + (step if TRAIN else b) * (G * H), j, ok, H, G)
     inputs = _load_gates(x + step * (G * H), j, ok, H, G)
-    source = _wide(t)  # the entry of the histories that this step starts from
+    source = wide(t)  # the entry of the histories that this step starts from
     if resets is not None:
         source = tl.where(tl.load(resets + step) != 0, 0, source)
     if CELL == LSTM:
@@ -304,12 +257,12 @@ def forward_kernel(
         if CELL_NORM:
             cell_mean = tl.sum(c, 0) / H  # past the row c is 0
             apart = tl.where(ok, c - cell_mean, 0.0)
-            cell_rstd = _inverse_deviation(tl.sum(apart * apart, 0) / H, eps, STD)
+            cell_rstd = inverse_deviation(tl.sum(apart * apart, 0) / H, eps, STD)
             seen = _seen(apart * cell_rstd, gain_cell, bias_cell, j, ok)
             if TRAIN:
                 tl.store(stats + step * (2 * G + 2) + 2 * G, cell_mean)
                 tl.store(stats + step * (2 * G + 2) + 2 * G + 1, cell_rstd)
-        h = o * _tanh(seen)
+        h = o * tanh(seen)
         if CARRY:
             c = seen
     elif CELL == RNN:
@@ -332,7 +285,7 @@ def forward_kernel(
         h = tl.where(going, h, h_old)
         if CELL == LSTM:
             c = tl.where(going, c, c_old)
-    after = (_wide(t) + 1) * plane + at
+    after = (wide(t) + 1) * plane + at
     tl.store(hist + after, h.to(hist.dtype.element_ty), mask=ok)
     if CELL == LSTM:
         tl.store(c_hist + after, c, mask=ok)
@@ -364,11 +317,11 @@ def backward_kernel(
     H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step t of one row backwards, from the gradients of what it left to that of its product."""
-    b = _wide(tl.program_id(0))
+    b = wide(tl.program_id(0))
     j = tl.arange(0, BLOCK)
     ok = j < H
-    at, plane = b * H + j, _wide(B) * H
-    step = _wide(t) * B + b
+    at, plane = b * H + j, wide(B) * H
+    step = wide(t) * B + b
     y += step * (G * H)
     x += step * (G * H)
     stats += step * (2 * G + 2)
@@ -390,7 +343,7 @@ def backward_kernel(
         dh += tl.load(direct + at, mask=ok & inner, other=0.0)
     if CELL == LSTM:
         dc = tl.load(d_c + at, mask=ok, other=0.0)
-    source = _wide(t)
+    source = wide(t)
     if resets is not None:
         source = tl.where(tl.load(resets + step) != 0, 0, source)
         restarted = tl.load(resets + step + B, mask=inner, other=0) != 0
@@ -400,7 +353,7 @@ def backward_kernel(
         if CELL == LSTM:
             tl.store(first + plane + at, tl.load(first + plane + at, mask=gone, other=0.0) + dc, mask=gone)
             dc = tl.where(restarted, 0.0, dc)
-    dh += tl.load(d_hist + (_wide(t) + 1) * plane + at, mask=ok, other=0.0).to(tl.float32)
+    dh += tl.load(d_hist + (wide(t) + 1) * plane + at, mask=ok, other=0.0).to(tl.float32)
     past, past_c = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     if lengths is not None:
         going = t < tl.load(lengths + b)
@@ -426,7 +379,7 @@ def backward_kernel(
             cell_rstd = tl.load(stats + 2 * G + 1)
             centred = tl.where(ok, (seen - tl.load(stats + 2 * G)) * cell_rstd, 0.0)
             seen = _seen(centred, gain_cell, bias_cell, j, ok)
-        out = _tanh(seen)
+        out = tanh(seen)
         d3, d_seen = lstm_output_backward(o, out, dh)
         if CELL_NORM:
             if CARRY:
@@ -436,7 +389,7 @@ def backward_kernel(
             tl.store(side + T * plane, centred.to(side.dtype.element_ty), mask=ok)
             d_seen = _seen(d_seen, gain_cell, None, j, ok)
             mean, along = _two_sums(d_seen, d_seen * centred)
-            along = along / H * _std_correction(cell_rstd, eps, STD)
+            along = along / H * std_correction(cell_rstd, eps, STD)
             d_seen = tl.where(ok, (d_seen - mean / H - centred * along) * cell_rstd, 0.0)
             if not CARRY:
                 d_seen += dc
@@ -490,7 +443,7 @@ def column_sums_kernel(
     gate, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     units = block * COLUMNS + tl.arange(0, COLUMNS)
     columns = gate * H + units
-    begin = _wide(tl.program_id(1)) * per
+    begin = wide(tl.program_id(1)) * per
     end = tl.minimum(begin + per, N)
     total, along = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     for skip in tl.range(0, per, ROWS):
@@ -508,7 +461,7 @@ def column_sums_kernel(
                 mean = tl.load(at_stats, mask=rows < end, other=0.0)
                 normed = (normed - mean[:, None]) * tl.load(at_stats + G, mask=rows < end, other=0.0)[:, None]
             along += part * normed
-    out = sums + _wide(tl.program_id(1)) * 2 * G * H + columns
+    out = sums + wide(tl.program_id(1)) * 2 * G * H + columns
     tl.store(out, tl.sum(total, 0), mask=units < H)
     if y is not None:
         tl.store(out + G * H, tl.sum(along, 0), mask=units < H)

@@ -1,0 +1,112 @@
+"""What the kernels compute, elementwise on any shape: non-linearities, the norm's scalars, and the cells.
+
+Both ways to run a recurrence (``sequence``, ``steps``) are made of these. Gates enter the cells before their
+non-linearities; what backward takes was activated.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Values of CELL.
+RNN, LSTM, GRU, DREAMER = (tl.constexpr(k) for k in range(4))
+# Values of SITE: where the product's norm stands.
+NOWHERE, ON_HH, ON_SUM = (tl.constexpr(k) for k in range(3))
+# Values of SPLIT: which gates share statistics.
+TOGETHER, APART, PAIR = (tl.constexpr(k) for k in range(3))
+
+
+@triton.jit
+def wide(n):
+    """A count in 64 bits: offsets of long sequences pass 2^31."""
+    return tl.full((), 0, tl.int64) + n
+
+
+@triton.jit
+def sigmoid(x):
+    e = tl.exp(-tl.abs(x))  # never overflows
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def tanh(x):
+    """By exponentials, and near 0, where those would cancel, by the series."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    small = tl.where(tl.abs(x) < 0.25, x, 0.0)
+    s = small * small
+    near = small * (1.0 - s * (1.0 / 3 - s * (2.0 / 15 - s * (17.0 / 315 - s * (62.0 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x >= 0, far, -far))
+
+
+@triton.jit
+def inverse_deviation(var, eps, STD: tl.constexpr):
+    """1/sqrt(var + eps), or 1/(sqrt(var) + eps); 0 where that is not finite, as the reference has it."""
+    deviation = tl.sqrt(var) + eps if STD else tl.sqrt(var + eps)
+    return tl.where(deviation > 0, 1.0 / tl.where(deviation > 0, deviation, 1.0), 0.0)
+
+
+@triton.jit
+def std_correction(rstd, eps, STD: tl.constexpr):
+    """What the norm's projection term is multiplied with: 1, or (s + eps)/s when eps was added to s itself."""
+    if STD:
+        apart = 1.0 - eps * rstd  # s / (s + eps)
+        return tl.where((rstd > 0) & (apart > 0), 1.0 / tl.where(apart > 0, apart, 1.0), 0.0)
+    else:
+        return 1.0
+
+
+# The cells.
+
+
+@triton.jit
+def lstm_gates(i, f, g, o):
+    return sigmoid(i), sigmoid(f), tanh(g), sigmoid(o)
+
+
+@triton.jit
+def lstm_output_backward(o, out, dh):
+    """Gradients to the gate o and to what it lets out as h = o * out, out = tanh(.)."""
+    return dh * out * o * (1.0 - o), dh * o * (1.0 - out * out)
+
+
+@triton.jit
+def lstm_cell_backward(i, f, g, c_old, dc):
+    """Gradients to the gates i, f, g and to the old c."""
+    return dc * g * i * (1.0 - i), dc * c_old * f * (1.0 - f), dc * i * (1.0 - g * g), dc * f
+
+
+@triton.jit
+def gru_gates(x_r, x_z, x_n, h_r, h_z, h_n):
+    r = sigmoid(x_r + h_r)
+    return r, sigmoid(x_z + h_z), tanh(x_n + r * h_n)
+
+
+@triton.jit
+def dreamer_gates(r, u, n):
+    """As GRU has them: z, the weight of the old h, is 1 - sigmoid(u - 1), so that all that follows is GRU's."""
+    r = sigmoid(r)
+    return r, sigmoid(1.0 - u), tanh(r * n)
+
+
+@triton.jit
+def gru_forward(z, n, h_old):
+    return (1.0 - z) * n + z * h_old
+
+
+@triton.jit
+def gru_backward(r, z, n, h_n, h_old, dh):
+    """Gradients to r, z and n, and to the old h past the product; h_n is what r multiplied."""
+    dn = dh * (1.0 - z) * (1.0 - n * n)
+    return dn * h_n * r * (1.0 - r), dh * (h_old - n) * z * (1.0 - z), dn, dh * z
+
+
+@triton.jit
+def rnn_forward(a, RELU: tl.constexpr):
+    return tl.maximum(a, 0.0) if RELU else tanh(a)
+
+
+@triton.jit
+def rnn_backward(out, dh, RELU: tl.constexpr):
+    return tl.where(out > 0, dh, 0.0) if RELU else dh * (1.0 - out * out)
