@@ -13,7 +13,7 @@ import torch
 
 import lamina
 from lamina import functional, reference
-from lamina.kernels import fused, launch
+from lamina.kernels import fused, plans
 from lamina.placements import PLACEMENTS
 from lamina.reference import CellWeights, Recurrence
 from tests.cases import EVERY, gradients, leaves, random_call
@@ -29,7 +29,7 @@ PATHS = ("persistent", "steps")  # of the second, more is in test_steps
 def _deferred(request, monkeypatch):
     """The form in which several members share the norm's backward sums, also where a group is one program."""
     if request.param:
-        monkeypatch.setitem(launch.OVERRIDE, "defer", True)
+        monkeypatch.setitem(plans.OVERRIDE, "defer", True)
 
 
 # Below these an error says nothing: what the reference itself may gain by luck of rounding. The interpreter cuts

@@ -127,7 +127,7 @@ def _obstacle(request: Request, forced: bool) -> str:
 
 
 def _fused(request: Request, backend: str) -> Choice:
-    from .launch import path_for
+    from .plans import path_for
 
     path, why = path_for(request)
     again = "; gradients of gradients take the reference's route"

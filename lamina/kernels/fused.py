@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from .. import reference
 from ..reference import CellWeights, Recurrence, SequenceResult, SiteNorms
 from . import launch
-from .launch import Extras, Form, form_of
+from .forms import Extras, Form, form_of
+from .precision import as_cudnn_multiplies
 
 # The tensors of a call, in the order in which they travel.
 NAMES = ("x", "weight", "h", "c", "gain", "bias", "gain_cell", "bias_cell")
@@ -108,13 +109,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        with launch.as_cudnn_multiplies(x.dtype):
+        with as_cudnn_multiplies(x.dtype):
             return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        with launch.as_cudnn_multiplies(x.dtype):
+        with as_cudnn_multiplies(x.dtype):
             d_x = d @ weight if ctx.needs_input_grad[0] else None
             return d_x, d.flatten(0, 1).t() @ x.flatten(0, 1) if ctx.needs_input_grad[1] else None
 

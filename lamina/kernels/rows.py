@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ..checks import fail, one_of
 from ..reference import EPS_MODES, affine, standardise
+from .forms import power
 from .formulas import inverse_deviation, std_correction, wide
-from .launch import power, processors
+from .plans import processors
 from .start import start
 
 MODES = ("norm", "centre", "plain")

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import interpreted
+from .forms import CELLS, SITES, Extras, Form, power
 from .formulas import (
     APART,
     GRU,
@@ -43,7 +44,9 @@ from .formulas import (
     tanh,
     wide,
 )  # fmt: skip
-from .launch import CELLS, SITES, Extras, Form, as_cudnn_multiplies, operands, power, processors
+from .launch import operands
+from .plans import processors
+from .precision import as_cudnn_multiplies
 from .start import start
 
 COUNTS = ["t", "T", "B"]  # a new step, length or batch size compiles nothing

@@ -1,0 +1,104 @@
+"""What a recurrence computes, as far as the kernels care, and what may act on it."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..placements import GATES, Placement
+from ..reference import Recurrence
+
+CELLS = {"RNN": 0, "LSTM": 1, "GRU": 2, "DREAMER": 3}
+SITES = {"": 0, "hh": 1, "sum": 2}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a recurrence computes, as far as the kernels care: their compile-time choices."""
+
+    cell: str
+    site: str
+    split: int
+    cell_norm: bool
+    carry: bool
+    relu: bool
+    std: bool
+    eps: float
+
+    def encode(self) -> str:
+        """As text, for operators that take no Python objects."""
+        return ",".join(map(str, astuple(self)))
+
+    @classmethod
+    def decode(cls, text: str) -> Form:
+        """The inverse of ``encode``."""
+        cell, site, split, *words, eps = text.split(",")
+        cell_norm, carry, relu, std = (word == "True" for word in words)
+        return cls(cell, site, int(split), cell_norm, carry, relu, std, float(eps))
+
+    def placement(self) -> Placement:
+        """The recurrent part of a placement; the norm of W_x x has been taken."""
+        gates = {0: (self.gates,), 1: (1,) * self.gates, 2: (2, 1)}[self.split]
+        cell = (1,) if self.cell_norm else ()
+        hh, total = (gates if self.site == s else () for s in ("hh", "sum"))
+        return Placement("", "", "", (), hh, total, cell, self.carry, self.cell == "DREAMER")
+
+    @property
+    def gates(self) -> int:
+        return 3 if self.cell == "DREAMER" else GATES[self.cell]
+
+    @property
+    def padded_gates(self) -> int:
+        return 1 if self.cell == "RNN" else 4
+
+    @property
+    def sums(self) -> int:
+        """Sums a row: one for each group of gates with statistics of its own, in a power of two."""
+        return power(self.statistics)
+
+    @property
+    def statistics(self) -> int:
+        """Groups of gates with statistics of their own."""
+        return (1, self.gates, 2)[self.split]
+
+
+def form_of(call: Recurrence) -> Form:
+    """The form of a call; its norm is "layer" or none."""
+    where = call.placement
+    site = "hh" if where.hh else "sum" if where.sum else ""
+    groups = where.groups(site) if site else ()
+    split = 0 if len(groups) <= 1 else 2 if groups == (2, 1) else 1
+    return Form(
+        "DREAMER" if where.dreamer else call.cell, site, split, bool(where.cell), where.carry,
+        call.nonlinearity == "relu", call.eps_mode == "std", call.eps,
+    )  # fmt: skip
+
+
+@dataclass
+class Extras:
+    """What may act on a recurrence besides its weights."""
+
+    lengths: Tensor | None = None  # [B]
+    resets: Tensor | None = None  # bool [T, B]
+    keep_h: Tensor | None = None  # [T, B, H] or expanded
+    keep_c: Tensor | None = None
+    drop: Tensor | None = None  # [B, H]
+
+    def arguments(self, nothing: Tensor) -> dict[str, Any]:
+        """Kernel arguments; ``nothing`` stands for what there is not and is not read."""
+        names = ("lengths", "resets", "keep_h", "keep_c", "drop")
+        tensors = {name: getattr(self, name) for name in names}
+        flags = {f"HAS_{name.upper()}": tensor is not None for name, tensor in tensors.items()}
+        strides = {
+            f"{name}_{axis}": 0 if tensors[name] is None else tensors[name].stride(d)
+            for name in ("keep_h", "keep_c")
+            for d, axis in enumerate("tbu")
+        }
+        return {**{name: nothing if t is None else t for name, t in tensors.items()}, **strides, **flags}
+
+
+def power(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()

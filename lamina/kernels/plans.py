@@ -1,0 +1,113 @@
+"""How a problem is cut to a device: rows, units, programs, and which way it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import Request, interpreted
+from .forms import Form, power
+from .precision import precision
+
+RESERVED = 28 * 1024  # bytes of shared memory that are left to the compiler
+OVERRIDE: dict[str, Any] = {}  # fields of a plan that a tuner tries
+MOST_ROWS = 32  # of a tile: with more, the cell's registers spill
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is cut: rows and units of a program, programs of a group, groups of a launch."""
+
+    rows: int
+    units: int
+    members: int
+    groups: int
+    chunk: int  # of the contraction (forward) or of the outputs (backward)
+    resident: bool
+    warps: int
+    stages: int
+    ahead: int  # products whose operands are on their way
+
+    def __str__(self) -> str:
+        kind = "in shared memory" if self.resident else "from L2 each step"
+        return f"{self.groups} x {self.members} programs of {self.rows} rows x {self.units} units, weights {kind}"
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; the interpreter has one, and programs that wait for none but themselves."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a program's shared memory for weights and operand; the interpreter's are an H200's."""
+    hopper = 227 * 1024
+    if device.type != "cuda":
+        return hopper - RESERVED
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", hopper)) - RESERVED
+
+
+def plan(form: Form, hidden: int, batch: int, size: int, programs: int, memory: int, backward: bool) -> Plan | None:
+    """Cut a problem for ``programs`` that can be on the device at once; None when it does not fit.
+
+    ``size`` is that of an element of the product's operands, ``memory`` a program's shared memory, in bytes.
+    """
+    gates = form.padded_gates
+    units = OVERRIDE.get("units", 64 // gates)
+    while -(-hidden // units) > programs:
+        units *= 2
+        if units * gates > 256 and programs > 1:
+            return None
+    members = -(-hidden // units)
+    groups = max(1, min(programs // members, -(-batch // 16)))
+    rows = OVERRIDE.get("rows") or min(MOST_ROWS, max(16, power(-(-batch // groups))))
+    groups = min(groups, -(-batch // rows))
+    span = members * units
+    chunk = _chunk(span, rows, size, backward)
+    weights = size * gates * units * -(-span // chunk) * chunk
+    operand = gates * units if backward else chunk * (-(-span // chunk) if rows <= 16 else 2)
+    resident = weights + size * rows * operand <= memory
+    if not resident:
+        chunk = min(chunk, 64 if size >= 4 else 128)
+    warps = OVERRIDE.get("warps") or (8 if backward or rows > 16 or span > 512 else 4)
+    ahead = -(-span // chunk) if rows <= 16 else 1
+    return Plan(rows, units, members, groups, chunk, resident, warps, 1 if resident else 4, ahead)
+
+
+def path_for(request: Request) -> tuple[str, str]:
+    """ "persistent" or "steps", and why: one launch where each member's units are few, else one product a step."""
+    gates = 1 if request.cell == "RNN" else 4
+    programs = processors(request.device)
+    forced = OVERRIDE.get("path", "")
+    if forced == "steps" or (not forced and -(-request.hidden // (64 // gates)) > programs and not interpreted()):
+        return "steps", f"one matrix product and one fused kernel a step: {request.hidden} units do not fit on chip"
+    return "persistent", "one kernel for all steps, forward and backward"
+
+
+def _chunk(span: int, rows: int, size: int, backward: bool) -> int:
+    """How much of the contraction (forward) or of the outputs (backward) one matrix instruction sequence takes."""
+    most = (16384 if size == 2 else 2048) // rows if not backward else 4096 // rows  # more would spill registers
+    whole = max(16, power(span))
+    if whole <= most and whole * 4 <= span * 5:  # little padding: in one go
+        return whole
+    return max(16, min(most, whole // 4))
+
+
+def cut_for(form: Form, hidden: int, batch: int, weight: Tensor, backward: bool) -> Plan:
+    """The plan of a launch on the weight's device."""
+    size = weight.element_size() * (2 if precision(weight.dtype) == "tf32x3" else 1)  # which keeps high and low parts
+    return _cut_for(form, hidden, batch, size, weight.device, backward, tuple(OVERRIDE.items()))
+
+
+@cache
+def _cut_for(
+    form: Form, hidden: int, batch: int, size: int, device: torch.device, backward: bool, override: object
+) -> Plan:
+    found = plan(form, hidden, batch, size, processors(device), shared_memory(device), backward)
+    if found is None:
+        raise RuntimeError(f"no plan for {form} with {hidden} units")  # `choose` asks before
+    return found
