@@ -35,6 +35,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 EAGER, GRAPHED = "LN, step by step", "LN, compiled cell in a CUDA graph"
 GRAPHED_STEPS = 64  # of the graph at most: every step is written out in it
 OURS, PLAIN, CUDNN = "LN", "plain", "cuDNN plain"
+WARM_UP = 8  # steps before any is timed: short passes are captured on the way
 EXCHANGE = 0.8  # microseconds: what one meeting of 16 programs took, measured alone on an H200
 BANDWIDTH = 4.8e6  # bytes a microsecond, of an H200's memory
 EXCHANGES = {"LSTM": (3, 2), "GRU": (2, 1)}  # of a layer-normalised step, forward and backward
@@ -155,6 +156,9 @@ def measure(cell: str, dtype: str, shape: tuple[int, ...], rounds: int, rivals: 
     lengths = dict.fromkeys(ready, steps)
     if rivals and hidden <= 1024:
         ready[GRAPHED], lengths[GRAPHED] = graphed_step(cell, kind, shape)
+    for name, step in ready.items():
+        for _ in range(1 if name == EAGER else WARM_UP):
+            step()
     times: dict[str, list[float]] = {name: [] for name in ready}
     for _ in range(rounds):
         for name, step in ready.items():
@@ -230,7 +234,13 @@ def main() -> None:
     parser.add_argument("--rivals", action="store_true", help="also the step-by-step layer-normalised loop")
     parser.add_argument("--workers", type=int, default=8, help="processes that compile")
     parser.add_argument("--out", default="results/bench-sequence.json")
+    parser.add_argument(
+        "--readme", action="store_true", help="measure nothing: print the README's table of that record"
+    )
     given = parser.parse_args()
+    if given.readme:
+        print(readme(json.loads(Path(given.out).read_text())))
+        return
     cells, dtypes, shapes = given.cells.split(","), given.dtypes.split(","), [int(n) for n in given.shapes.split(",")]
     torch.backends.cuda.matmul.allow_tf32 = True  # the reference's float32 products, as cuDNN's and ours
     compile_ahead(cells, dtypes, shapes, given.workers)
@@ -273,6 +283,25 @@ def tables(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {"caption": "Microseconds a time step; * marks cuDNN's persistent kernel", "columns": columns, "rows": lines},
         {"caption": "LN / cuDNN", "columns": ["", "geometric mean", "highest", "shapes"], "rows": means},
     ]
+
+
+def readme(record: dict[str, Any]) -> str:
+    """The README's table: time of our layer-normalised layer over that of cuDNN's plain one."""
+    kinds = list(dict.fromkeys(f"{row['cell']} {row['dtype']}" for row in record["rows"]))
+    ratios = {
+        (*row["shape"], f"{row['cell']} {row['dtype']}"): f"{row['ratio_to_cudnn']:.2f}"
+        + (" \\*" if row["cudnn_persistent"] else "")
+        for row in record["rows"]
+    }
+    lines = ["| batch, steps, inputs, units | " + " | ".join(kinds) + " |", "| --- |" + " --- |" * len(kinds)]
+    for shape in dict.fromkeys(tuple(row["shape"]) for row in record["rows"]):
+        cells = (ratios.get((*shape, kind), "-") for kind in kinds)
+        lines.append(f"| {', '.join(map(str, shape))} | {' | '.join(cells)} |")
+    means = record["geometric_means"]
+    for name, end in (("geometric mean", ""), ("geometric mean of \\*", ", cuDNN persistent")):
+        cells = (f"{means[kind + end]['mean']:.2f}" if kind + end in means else "-" for kind in kinds)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def command() -> str:

@@ -99,6 +99,10 @@ def main() -> None:
         "title": "Random launches of the fused recurrences in a row, another stream busy, half of them in CUDA graphs",
         "environment": records.environment(), "launches": done, "different": different,
         "problems": [p.name for p in problems], "seconds": time.perf_counter() - began,
+        "command": f"python benchmarks/stress.py --launches {given.launches} --problems {given.problems}",
+        "about": "Each launch is a forward and a backward pass of a layer, compared bit for bit with its first run.",
+        "tables": [{"caption": "Launches in a row", "columns": ["launches", "problems", "different"],
+                    "rows": [[str(done), str(len(problems)), str(len(different))]]}],
     }  # fmt: skip
     Path(given.out).parent.mkdir(parents=True, exist_ok=True)
     Path(given.out).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")

@@ -53,11 +53,11 @@ class RecurrentCell(RecurrentModule):
         self._check_input(input)
         batched = input.dim() == 2
         x = input if batched else input.unsqueeze(0)
-        state = self._default_state("", x.shape[0], x) if hx is None else self._check_hx(hx, x, batched)
+        given = self._default_state("", x.shape[0]) if hx is None else self._check_hx(hx, x, batched)
         call = self._recurrence(
             "",
             x.unsqueeze(0),
-            state,
+            given,
             zoneout=self._zoneout(1, x.shape[0], x),
             recurrent_mask=self._check_mask(recurrent_mask),
             first_step=step,

@@ -245,14 +245,12 @@ def _check_input(call: Recurrence) -> None:
 
 
 def _check_states(call: Recurrence) -> None:
-    batch, gates = call.input.shape[1], GATES[call.cell]
-    hidden, out = call.weights.weight_ih.shape[0] // gates, call.weights.weight_hh.shape[1]
     if len(call.state) != STATES[call.cell]:
         raise fail(f"{call.cell} carries {STATES[call.cell]} state(s)", f"{len(call.state)}", "Pass (h, c) or h.")
-    for name, state, width in zip("hc", call.state, (out, hidden)):
-        if tuple(state.shape) != (batch, width):
+    for name, state, shape in zip("hc", call.state, call.state_shapes()):
+        if state is not None and tuple(state.shape) != shape:
             raise fail(
-                f"the initial {name} must have shape [{batch}, {width}]",
+                f"the initial {name} must have shape {list(shape)}",
                 describe(state),
                 "Match the batch and the size.",
             )
@@ -267,13 +265,17 @@ def _check_masks(call: Recurrence) -> None:
             f"{len(call.zoneout)} entries",
             "Pass None for a state that zoneout leaves alone.",
         )
-    expected = {"recurrent_mask": (call.recurrent_mask, tuple(call.state[0].shape))}
-    for name, mask, state in zip("hc", call.zoneout, call.state):
+    shapes = call.state_shapes()
+    masks = (call.lengths, call.resets, call.recurrent_mask, *call.zoneout)
+    if all(mask is None for mask in masks):
+        return
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {"recurrent_mask": (call.recurrent_mask, shapes[0])}
+    for name, mask, shape in zip("hc", call.zoneout, shapes):
         if isinstance(mask, Tensor):
-            expected[f"the zoneout mask of {name}"] = (mask, (steps, *state.shape))
-    for what, (mask, shape) in expected.items():
-        if mask is not None and tuple(mask.shape) != shape:
-            raise fail(f"{what} must have shape {list(shape)}", describe(mask), "One entry for each unit it acts on.")
+            expected[f"the zoneout mask of {name}"] = (mask, (steps, *shape))
+    for what, (given, wanted) in expected.items():
+        if given is not None and tuple(given.shape) != wanted:
+            raise fail(f"{what} must have shape {list(wanted)}", describe(given), "One entry for each unit it acts on.")
     others = {"lengths": call.lengths, "resets": call.resets, **{k: m for k, (m, _) in expected.items()}}
     for what, tensor in others.items():
         if tensor is not None and tensor.device != call.input.device:
@@ -284,6 +286,8 @@ def _check_same_kind(call: Recurrence) -> None:
     """One device and, outside autocast, one dtype for input, states and matrices."""
     mixed_ok = autocast_dtype(call.input) is not None
     for name, tensor in (("weight_ih", call.weights.weight_ih), *zip("hc", call.state)):
+        if tensor is None:
+            continue
         if tensor.device != call.input.device:
             raise fail(
                 "input, states and weights must be on one device",

@@ -52,7 +52,7 @@ def _rebuild(
     return Recurrence(
         cell,
         by_name["input"],
-        tuple(by_name[s] for s in "hc"[: STATES[cell]]),
+        tuple(by_name.get(s) for s in "hc"[: STATES[cell]]),
         CellWeights(**{f: by_name[f] for f in CellWeights._fields if f in by_name}),
         None if norm == "none" else norm,
         where, eps, eps_mode, nonlinearity,
@@ -97,8 +97,8 @@ def _(
 ) -> list[Tensor]:  # fmt: skip
     call = _rebuild(tensors, names, cell, norm, placement, eps, eps_mode, nonlinearity, reverse, rates, first_step)
     x, hidden = call.input, call.weights.weight_ih.shape[0] // GATES[cell]
-    outputs = [x.new_empty((x.shape[0], *call.state[0].shape))]
-    outputs += [x.new_empty(tuple(s.shape)) for s in call.state]
+    outputs = [x.new_empty((x.shape[0], *call.state_shapes()[0]))]
+    outputs += [x.new_empty(shape) for shape in call.state_shapes()]
     for site in _moment_sites(call):
         width = hidden if site == "cell" else hidden * GATES[cell]
         outputs += [x.new_empty((x.shape[0], width), dtype=statistics_dtype(x.dtype)) for _ in range(2)]

@@ -19,7 +19,7 @@ from . import functional
 from .checks import describe, fail, one_of, positive_int, probability, readable
 from .options import CellOptions
 from .placements import STATES
-from .recurrent_base import RecurrentModule, State
+from .recurrent_base import GivenState, RecurrentModule, State
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -162,7 +162,7 @@ class RecurrentLayer(RecurrentModule):
         return PackedSequence(data, batch_sizes, order, inverse), state
 
     def _run_stack(
-        self, x: Tensor, states: Sequence[State], lengths: Tensor | None, resets: Tensor | None
+        self, x: Tensor, states: Sequence[GivenState], lengths: Tensor | None, resets: Tensor | None
     ) -> tuple[Tensor, State]:
         """All layers and directions over a time-major batch; final states are stacked as torch stacks them."""
         counts = self._valid_counts(x, lengths)
@@ -208,11 +208,11 @@ class RecurrentLayer(RecurrentModule):
         functional.check_lengths(found, x.shape[0], x.shape[1])
         return found.to(x.device)
 
-    def _states(self, hx: Any, x: Tensor, rank: int) -> list[State]:
+    def _states(self, hx: Any, x: Tensor, rank: int) -> list[GivenState]:
         """The initial state of every cell, from ``hx`` (rank 3, or 2 for unbatched input) or the default."""
         cells = self._suffixes()
         if hx is None:
-            return [self._default_state(suffix, x.shape[1], x) for suffix in cells]
+            return [self._default_state(suffix, x.shape[1]) for suffix in cells]
         given = self._check_hx(hx, x, rank)
         if rank == 2:
             given = tuple(s.unsqueeze(1) for s in given)

@@ -16,6 +16,7 @@ from .placements import STATES
 from .reference import CellWeights, Masks, Moments, Recurrence, statistics_dtype
 
 State = tuple[Tensor, ...]
+GivenState = tuple[Tensor | None, ...]  # None is 0
 
 
 class RecurrentModule(nn.Module):
@@ -74,6 +75,7 @@ class RecurrentModule(nn.Module):
             shapes |= {f"initial_{s}": (width,) for s, width in zip("hc", self.state_sizes)}
         for name, shape in shapes.items():
             self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **self._factory)))
+        self._fields = tuple(name for name in shapes if name in CellWeights._fields)
         if self.norm == "batch":
             widths = {site: shapes[f"gain_{site}"][0] for site in self._where.sites()}
             options = self.options
@@ -97,7 +99,7 @@ class RecurrentModule(nn.Module):
                 self._statistics(suffix).reset()
 
     def _weights(self, suffix: str) -> CellWeights:
-        found: dict[str, Any] = {f: getattr(self, f + suffix, None) for f in CellWeights._fields}
+        found: dict[str, Any] = {f: getattr(self, f + suffix) for f in self._fields}
         return CellWeights(**found)
 
     def _statistics(self, suffix: str) -> StepStatistics:
@@ -138,14 +140,14 @@ class RecurrentModule(nn.Module):
         kept = torch.rand(batch, self.output_size, device=like.device, dtype=dtype) >= rate
         return kept.to(dtype) / (1 - rate)
 
-    def _default_state(self, suffix: str, batch: int, like: Tensor) -> State:
+    def _default_state(self, suffix: str, batch: int) -> GivenState:
         """The state a sequence starts from when the caller gives none."""
         if not self.options.learn_initial_state:
-            return tuple(like.new_zeros(batch, width) for width in self.state_sizes)
+            return (None,) * STATES[self.cell]
         found = (getattr(self, f"initial_{s}{suffix}") for s in "hc"[: STATES[self.cell]])
         return tuple(p.unsqueeze(0).expand(batch, -1) for p in found)
 
-    def _recurrence(self, suffix: str, x: Tensor, state: State, **more: Any) -> Recurrence:
+    def _recurrence(self, suffix: str, x: Tensor, state: GivenState, **more: Any) -> Recurrence:
         return Recurrence(
             self.cell, x, state, self._weights(suffix), self.norm, self._where, self.eps, self.eps_mode,
             self.nonlinearity, population=self._population(suffix), **more,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .placements import Placement, resolve
+from .placements import GATES, STATES, Placement, resolve
 
 EPS_MODES = ("var", "std")
 
@@ -285,7 +285,7 @@ class Recurrence:
 
     cell: str  # "RNN", "LSTM" or "GRU"
     input: Tensor  # [T, B, D]
-    state: tuple[Tensor, ...]  # h [B, P], LSTM also c [B, H]
+    state: tuple[Tensor | None, ...]  # h [B, P], LSTM also c [B, H]; None is 0
     weights: CellWeights
     norm: str | None
     placement: Placement
@@ -299,6 +299,17 @@ class Recurrence:
     recurrent_mask: Tensor | None = None  # [B, P], multiplies h on its way into W_h
     population: Mapping[str, Moments] | None = None
     first_step: int = 0  # the step number of input[0], for per-step batch statistics
+
+    def state_shapes(self) -> list[tuple[int, int]]:
+        """[B, P] of h, and for the LSTM [B, H] of c."""
+        w, batch = self.weights, self.input.shape[1]
+        widths = (w.weight_hh.shape[1], w.weight_hh.shape[0] // GATES[self.cell])
+        return [(batch, width) for width in widths[: STATES[self.cell]]]
+
+    def initial(self) -> tuple[Tensor, ...]:
+        """The state the first step finds."""
+        pairs = zip(self.state, self.state_shapes())
+        return tuple(self.input.new_zeros(shape) if s is None else s for s, shape in pairs)
 
 
 def reverse_sequences(x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -374,7 +385,7 @@ def _unroll(
     call: Recurrence,
     valid: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    initial = tuple(s.to(summed.dtype) for s in call.state)
+    initial = tuple(s.to(summed.dtype) for s in call.initial())
     state, outputs = initial, []
     for t in range(summed.shape[0]):
         if call.resets is not None:

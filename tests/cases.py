@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
 
 import lamina.placements as placements
+from lamina import reference
 from lamina.options import parameter_shapes
 from lamina.reference import CellWeights, Recurrence
 
@@ -65,3 +68,40 @@ def assert_same(got, want, bound=1e-12, names=None):
             continue
         error = (a - b).abs().max().item() / max(b.abs().max().item(), 1.0)
         assert error <= bound, f"{label}: {error:.3g} > {bound:.3g}"
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """W x of float32 operands rounded to TF32, there and back.
+
+    cuBLAS uses TF32 only for sizes it likes, so switching it on would not give one precision at every size.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(_tf32(x), _tf32(weight))
+
+    @staticmethod
+    def backward(ctx, d):
+        x, weight = ctx.saved_tensors
+        d = _tf32(d)
+        return d @ _tf32(weight), d.flatten(0, -2).t() @ _tf32(x).flatten(0, -2)
+
+
+def _tf32(x):
+    return ((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+
+
+@contextmanager
+def rounded_products():
+    """The reference's float32 products as a matrix unit forms them; other dtypes as ever."""
+    exact = reference.product
+
+    def product(x, weight):
+        return _RoundedProduct.apply(x, weight) if weight.dtype == torch.float32 else exact(x, weight)
+
+    reference.product = product
+    try:
+        yield
+    finally:
+        reference.product = exact

@@ -192,6 +192,7 @@ def test_compile_under_autocast():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # inductor's own first, empty capture
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # its advice
 @pytest.mark.parametrize("cell", CELLS)
 def test_inductor_and_cuda_graphs_on_a_gpu(cell):
     """The default compiler, its CUDA-graph mode, and a capture by hand replay the eager numbers."""

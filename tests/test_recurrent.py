@@ -333,7 +333,7 @@ def test_batch_norm_population_follows_training_and_evaluation_uses_it():
     sites = {"ih", "hh", "cell"}
     seen = []
     for batch in x:
-        call = layer._recurrence("_l0", batch, layer._default_state("_l0", 8, batch))
+        call = layer._recurrence("_l0", batch, layer._default_state("_l0", 8))
         seen.append(lamina.reference.evaluate(call).moments)
         layer(batch)
     statistics = layer.statistics_l0

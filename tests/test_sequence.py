@@ -7,18 +7,20 @@ waits for nobody. On a GPU (``make test-gpu``) groups are what the device holds.
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import lamina
 from lamina import functional, reference
-from lamina.kernels import fused, plans
+from lamina.kernels import forms, fused, plans
 from lamina.placements import PLACEMENTS
 from lamina.reference import CellWeights, Recurrence
-from tests.cases import EVERY, gradients, leaves, random_call
+from tests.cases import EVERY, gradients, leaves, random_call, rounded_products
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("bfloat16_is_rounded")
 
 FUSED = [row for row in EVERY if row[1] != "batch"]
 IDS = ["-".join(map(str, row)) for row in FUSED]
@@ -32,18 +34,8 @@ def _deferred(request, monkeypatch):
         monkeypatch.setitem(plans.OVERRIDE, "defer", True)
 
 
-# Below these an error says nothing: what the reference itself may gain by luck of rounding. The interpreter cuts
-# numbers off where a GPU rounds them to bfloat16.
-FLOOR = {torch.float32: 3e-6, torch.bfloat16: 2e-3 if torch.cuda.is_available() else 1e-2, torch.float16: 5e-4}
-
-
-@pytest.fixture(autouse=True)
-def _tf32_as_cudnn(device):
-    """float32 products of the reference round as the kernels' do: cuDNN's switch is on by default."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = device.type == "cuda"
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+# Below these an error says nothing: what the reference itself may gain by luck of rounding.
+FLOOR = {torch.float32: 3e-6, torch.bfloat16: 2e-3, torch.float16: 5e-4}
 
 
 def cast(call: Recurrence, dtype: torch.dtype, values: torch.dtype) -> Recurrence:
@@ -72,7 +64,8 @@ def everything(call: Recurrence, run) -> dict[str, torch.Tensor]:
 def assert_as_good(call: Recurrence, dtype: torch.dtype, path: str, times: float = 2.0) -> None:
     """The fused path errs at most ``times`` as much as the reference in the same precision."""
     truth = everything(cast(call, torch.float64, dtype), reference.evaluate)
-    plain = everything(cast(call, dtype, dtype), reference.evaluate)
+    with rounded_products() if call.input.device.type == "cuda" else nullcontext():  # cuDNN's TF32 switch is on
+        plain = everything(cast(call, dtype, dtype), reference.evaluate)
     ours = everything(cast(call, dtype, dtype), lambda c: fused.run(c, path))
     for name, want in truth.items():
         assert ours[name].shape == want.shape, name
@@ -257,11 +250,10 @@ def test_function_transforms_go_to_the_reference(device):
 @pytest.mark.parametrize("row", [("LSTM", "layer", "paper"), ("GRU", None, None)], ids=str)
 def test_operators_keep_torchs_rules(row, path, device):
     call = cast(problem(row, (3, 2, 4, 5), device), torch.float32, torch.float32)
-    form = fused.form_of(call)
-    tensors, extras = fused._prepared(call, form, call.input)
-    tensors = [None if t is None else t.detach().requires_grad_() for t in tensors]
+    tensors = [None if t is None else t.detach().requires_grad_() for t in fused._tensors(call, None)]
+    names, given = fused._named(tensors, fused._extras(call))
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    arguments = (*fused._named(tensors, extras), form.encode(), path, True)
+    arguments = (given, names, forms.setting_of(call).encode(), path, True)
     torch.library.opcheck(fused._sequence, arguments, test_utils=checks)
 
 
@@ -280,13 +272,13 @@ def test_compiled_without_a_graph_break(cell, device):
         torch.testing.assert_close(a, b)
 
 
-def test_forms_survive_as_text():
+def test_settings_survive_as_text():
     for cell, rows in PLACEMENTS.items():
         for name in rows:
             call = random_call(cell, "layer", name, (1, 1, 1, 2), eps=1e-3, eps_mode="std")
-            form = fused.form_of(call)
-            assert fused.Form.decode(form.encode()) == form
-            assert form.placement().sites() == tuple(s for s in rows[name].sites() if s != "ih")
+            setting = forms.setting_of(call)
+            assert forms.Setting.decode(setting.encode()) == setting
+            assert setting.where is rows[name]
 
 
 def test_functional_takes_it_by_name(device):

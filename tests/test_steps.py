@@ -7,9 +7,13 @@ bounds tight enough to see a second rounding.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
 import os
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -25,6 +29,8 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs TRITON_INTERPRET=1 or a GPU", allow_module_level=True)
 steps = importlib.import_module("lamina.kernels.steps")
 fused = importlib.import_module("lamina.kernels.fused")
+replay = importlib.import_module("lamina.kernels.replay")
+pytestmark = pytest.mark.usefixtures("bfloat16_is_rounded")
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 ROWS = [*LAYER, *((cell, None, None) for cell in ("LSTM", "GRU", "RNN"))]
@@ -32,22 +38,6 @@ IDS = ["-".join(map(str, row)) for row in ROWS]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What one rounding of a result costs on average; in float32 the exponential's own error besides.
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float16: 2.5e-4}
-
-
-@pytest.fixture(autouse=True)
-def _bfloat16_is_rounded(monkeypatch):
-    """As on a GPU; the interpreter cuts it off, which is twice the error."""
-    if not INTERPRETED:
-        return
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    cut_off = interpreter._convert_float
-
-    def convert(values, source, target, mode):
-        if (source.name, target.name) != ("fp32", "bf16"):
-            return cut_off(values, source, target, mode)
-        return torch.from_numpy(values.copy()).bfloat16().view(torch.int16).numpy().view("uint16")
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
 @pytest.fixture(autouse=True)
@@ -195,14 +185,41 @@ def test_inference_is_training_without_what_is_kept(row):
     assert all(torch.equal(a, b) for a, b in zip(got.state, want.state))
 
 
+def prepared(row, shape, dtype=torch.float32):
+    """Arguments of ``steps.forward`` up to the states, and the parameters after them."""
+    count, batch, _, hidden = shape
+    form = fused.form_of(fused.setting_of(problem(row, (1, 1, 1, 2))))
+    random = functools.partial(torch.randn, device=DEVICE)
+    x, weight = random(count, batch, form.gates * hidden), random(form.gates * hidden, hidden).to(dtype) / hidden**0.5
+    gates, units = (random(n).to(dtype) for n in (form.gates * hidden, hidden))
+    there = (form.site, form.site == "sum" or form.cell == "GRU", form.cell_norm, form.cell_norm)
+    return (form, x, weight), [t if wanted else None for t, wanted in zip((gates, gates / 2, units, units / 2), there)]
+
+
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_shapes_are_told_beforehand(row, keep):
-    call = cast(problem(row, (4, 3, 2, 5)), torch.float16, torch.float16)
-    form = fused.form_of(call)
-    tensors, extras = fused._prepared(call, form, call.input)
-    got = steps.forward(form, *tensors, fused.Extras(*extras), keep)
-    assert [(tuple(t.shape), t.dtype) for t in got] == steps.shapes(form, tensors[0], tensors[1], keep)
+    (form, x, weight), parameters = prepared(row, (4, 3, 2, 5), torch.float16)
+    got = steps.forward(form, x, weight, None, None, *parameters, fused.Extras(), keep)
+    assert [(tuple(t.shape), t.dtype) for t in got] == steps.shapes(form, x, weight, keep)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_nothing_is_zeros(row):
+    """States and gradients that are not given."""
+    (form, x, weight), parameters = prepared(row, (4, 3, 2, 5))
+    zeros, found = torch.zeros(3, 5, device=DEVICE), []
+    upstream = torch.randn(4, 3, 5, device=DEVICE)
+    for nothing in (None, zeros):
+        hist, h_n, c_n, *kept = steps.forward(form, x, weight, nothing, nothing, *parameters, fused.Extras(), True)
+        more = [
+            (upstream, nothing, nothing),
+            (None if nothing is None else zeros.expand_as(upstream).clone(), zeros + 1, nothing),
+        ]
+        grads = [steps.backward(form, x, weight, nothing, *parameters, fused.Extras(), (hist, *kept), *d) for d in more]
+        found.append([hist, h_n, c_n, *(t for by_name in grads for t in by_name.values())])
+        assert torch.equal(hist[-1], h_n)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("row", [("LSTM", "layer", "paper"), ("GRU", "layer", "paper")], ids=str)
@@ -221,14 +238,17 @@ def test_backward_leaves_what_it_was_given(row):
 
 @pytest.mark.parametrize(("steps_of", "rows", "gates", "hidden"), [(1, 1, 1, 1), (7, 37, 3, 130), (5, 9, 4, 17)])
 def test_column_sums(steps_of, rows, gates, hidden):
-    d, y, x = (torch.randn(steps_of, rows, gates * hidden, device=DEVICE) for _ in range(3))
-    stats = torch.rand(steps_of, rows, 2 * gates + 2, device=DEVICE)
-    mean, rstd = (t.repeat_interleave(hidden, -1) for t in stats[..., : 2 * gates].chunk(2, -1))
-    want = torch.stack([d, d * (y + x - mean) * rstd]).flatten(1, 2).sum(1)
-    torch.testing.assert_close(steps.column_sums(d, y, x, stats, gates), want, rtol=1e-5, atol=1e-4)
-    want = torch.stack([d, d * y]).flatten(1, 2).sum(1)
-    torch.testing.assert_close(steps.column_sums(d, y), want, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(steps.column_sums(d)[0], want[0], rtol=1e-5, atol=1e-4)
+    shape = (steps_of, rows)
+    d, d_cell = (torch.randn(*shape, n * hidden, device=DEVICE) for n in (gates, 1))
+    xhat = torch.randn(*shape, (gates + 1) * hidden, device=DEVICE)
+    both = torch.cat([d, d_cell], -1)
+    want = torch.stack([both, both * xhat]).flatten(1, 2).sum(1)
+    width = gates * hidden
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-4)
+    close(steps.column_sums(d, d_cell, xhat, gates), want)
+    close(steps.column_sums(d, None, xhat[..., :width].contiguous(), gates), want[:, :width])
+    close(steps.column_sums(None, d_cell, xhat, gates)[:, width:], want[:, width:])
+    close(steps.column_sums(d, None, None, gates)[0], want[0, :width])
 
 
 @pytest.mark.parametrize("cudnn", [False, True])
@@ -246,6 +266,315 @@ def test_products_follow_cudnns_switch_and_leave_torchs_as_it_was(cudnn, precisi
             assert matmul.fp32_precision == effective
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+# Replayed: the steps find their tensors through a table. Where there is no GPU they are launched one by one.
+
+
+TABLED = [("LSTM", "layer", "paper"), ("LSTM", "layer", "gate"), ("GRU", "layer", "paper"), ("RNN", None, None)]
+TURNS = 2 if INTERPRETED else 4  # on a GPU: launched, captured, replayed and replayed again
+
+
+@pytest.fixture
+def _empty_store():
+    replay.clear()
+    yield
+    replay.clear()
+
+
+@pytest.fixture
+def directly(monkeypatch):
+    """Outputs and gradients of a call without tables or graphs."""
+
+    def run(call):
+        with monkeypatch.context() as patch:
+            patch.setattr(replay, "serves", lambda tensor: False)
+            return everything(call, in_steps)
+
+    return run
+
+
+@pytest.fixture
+def by_table(monkeypatch, _empty_store):
+    """The same as if there were graphs."""
+    if INTERPRETED:
+        monkeypatch.setattr(replay, "serves", lambda tensor: True)
+    return lambda call: everything(call, in_steps)
+
+
+def assert_equal(got, want):
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
+
+
+def extras_of(row, kind, hidden):
+    return {
+        "plain": dict,
+        "masks": lambda: {**masks(row, hidden), **ragged_and_restarted()},
+        "rates": lambda: {**rates_and_dropout(row, hidden), **ragged_and_restarted()},
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["plain", "masks", "rates"])
+@pytest.mark.parametrize("row", TABLED, ids=str)
+def test_by_table(row, kind, directly, by_table):
+    call = cast(problem(row, (5, 3, 7, 24), **extras_of(row, kind, 24)), torch.float16, torch.float16)
+    want = directly(call)
+    for _ in range(TURNS):
+        assert_equal(by_table(call), want)
+    if kind == "plain":
+        with torch.no_grad():
+            assert torch.equal(in_steps(call).output, want["output"])
+    assert len(replay._entries) == (3 if kind == "plain" else 2)
+
+
+def test_one_store_for_every_length(directly, by_table):
+    whole = problem(("LSTM", "layer", "paper"), (37, 3, 7, 24))
+    for count in (3, 1, 5) if INTERPRETED else (37, 1, 5, 16, 37, 32):
+        cut = dataclasses.replace(whole, input=whole.input[:count])
+        call = cast(cut, torch.bfloat16, torch.bfloat16)
+        assert_equal(by_table(call), directly(call))
+    assert len(replay._entries) == 2
+
+
+def test_layers_in_turn_share_a_store(directly, by_table):
+    calls = [cast(problem(("GRU", "layer", "paper"), (5, 3, 7, 24)), torch.float16, torch.float16) for _ in range(2)]
+    wanted = [directly(call) for call in calls]
+    for _ in range(TURNS):
+        results = [in_steps(call) for call in calls]
+        for call, result, want in zip(calls, results, wanted):
+            grads = gradients([result.output, *result.state], list(leaves(call).values()))
+            assert torch.equal(result.output, want["output"])
+            assert_equal(
+                {f"d {name}": g for name, g in zip(leaves(call), grads)},
+                {k: v for k, v in want.items() if k[:2] == "d "},
+            )
+    assert len(replay._entries) == 2
+
+
+def test_the_longest_unused_makes_room(directly, by_table, monkeypatch):
+    monkeypatch.setattr(replay, "LIMIT", 2)
+    calls = [cast(problem(row, (5, 3, 7, 24)), torch.float16, torch.float16) for row in ROWS[:3]]
+    wanted = [directly(call) for call in calls]
+    before = []
+    for call, want in list(zip(calls, wanted)) * TURNS:
+        assert_equal(by_table(call), want)
+        assert all(entry() is None for entry in before)  # gone at once, no garbage to be collected
+        before = [weakref.ref(entry) for entry in replay._entries.values()]
+        assert len(before) == 2
+
+
+def test_a_store_knows_whose_weight_it_holds():
+    weight, other = (torch.randn(4, 2, device=DEVICE) for _ in range(2))
+    copy = replay.Copy(weight)
+    for held in (weight, other, weight):
+        copy.hold(held, again=True)
+        assert torch.equal(copy.tensor, held)
+    copy.tensor.zero_()
+    copy.hold(weight, again=True)
+    assert not copy.tensor.any()  # it was there already
+    weight += 1
+    copy.hold(weight, again=True)
+    assert torch.equal(copy.tensor, weight)
+    copy.tensor.zero_()
+    copy.hold(weight, again=False)
+    assert torch.equal(copy.tensor, weight)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 31, 32, 37, 100])
+def test_blocks(count):
+    sizes = replay.blocks(count)
+    assert sum(sizes) == count
+    assert sizes == sorted(sizes, reverse=True)
+    assert set(sizes) <= {1 << k for k in range(6)}
+
+
+class Driver:
+    """Stands in for torch.cuda: counts steps that were launched and steps that graphs ran."""
+
+    def __init__(self, patch, refuses=False):
+        self.launched, self.replayed, self.captured, self.recording = 0, 0, [], None
+        driver = self
+
+        class Graph:
+            def capture_begin(self, pool, capture_error_mode):
+                assert pool == (driver.captured[0] if driver.captured else None)
+                assert capture_error_mode == "thread_local"
+                driver.recording, self.size = self, 0
+
+            def capture_end(self):
+                driver.recording = None
+                driver.captured.append(id(self))
+                if refuses:
+                    raise RuntimeError("refused")
+
+            def pool(self):
+                return id(self)
+
+            def replay(self):
+                driver.replayed += self.size
+
+            def reset(self):
+                driver.captured.remove(id(self))
+
+        patch.setattr(torch.cuda, "CUDAGraph", Graph)
+        patch.setattr(torch.cuda, "Stream", lambda device, priority: object())
+        patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        patch.setattr(replay, "_streams", {})
+
+    def step(self):
+        if self.recording is None:
+            self.launched += 1
+        else:
+            self.recording.size += 1
+
+
+def test_a_loop_is_launched_once_and_then_replayed(monkeypatch):
+    driver, loop = Driver(monkeypatch), replay.Loop(torch.device("cuda", 0))
+    loop.run(driver.step, 37)
+    assert (driver.launched, driver.replayed, driver.captured) == (37, 0, [])
+    loop.run(driver.step, 37)
+    loop.run(driver.step, 100)
+    assert (driver.launched, driver.replayed, len(driver.captured)) == (37, 137, 3)  # of 32, 4 and 1 steps
+    loop.run(driver.step, 2)
+    assert (driver.replayed, len(driver.captured)) == (139, 4)
+    stream = loop.stream
+    loop.close()
+    assert (driver.captured, replay._streams[loop.device]) == ([], [stream])
+
+
+def test_a_loop_that_cannot_be_captured_is_launched(monkeypatch):
+    driver, loop = Driver(monkeypatch, refuses=True), replay.Loop(torch.device("cuda", 0))
+    loop.run(driver.step, 5)
+    with pytest.warns(UserWarning, match="one by one"):
+        loop.run(driver.step, 5)
+    loop.run(driver.step, 5)  # and nobody tries again
+    assert (driver.launched, driver.replayed) == (15, 0)
+
+
+def test_off_is_for_one_thread():
+    class OnGPU:
+        is_cuda = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        assert replay.serves(OnGPU())
+        with replay.off(), replay.off():
+            assert not replay.serves(OnGPU())
+            with ThreadPoolExecutor(1) as other:
+                assert other.submit(replay.serves, OnGPU()).result()
+        assert replay.serves(OnGPU())
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert not replay.serves(OnGPU())
+
+
+def graphs_kept() -> int:
+    return sum(len(entry.loop.graphs) for entry in replay._entries.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 5, 16, 37])
+@pytest.mark.parametrize("row", [("LSTM", "layer", "paper"), ("GRU", "layer", "paper"), ("RNN", None, None)], ids=str)
+def test_graphs_as_launched(row, count, dtype, directly, by_table):
+    call = cast(problem(row, (count, 19, 33, 1000)), dtype, dtype)
+    want = directly(call)
+    for turn in range(3):
+        assert_equal(by_table(call), want)
+        assert graphs_kept() == (2 * len(set(replay.blocks(count))) if turn else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # of the test's own streams
+def test_graphs_on_two_streams(directly, by_table):
+    """They run at the same time and have nothing in common."""
+    calls = [
+        cast(problem(("LSTM", "layer", "paper"), (37, 20, 33, 1000)), torch.bfloat16, torch.bfloat16) for _ in "ab"
+    ]
+    wanted = [directly(call) for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        found = []
+        for call, stream in zip(calls, streams):
+            with torch.cuda.stream(stream):
+                found.append(by_table(call))
+        torch.cuda.synchronize()
+        for got, want in zip(found, wanted):
+            assert_equal(got, want)
+    assert len(replay._entries) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # the first work of a thread
+def test_graphs_from_two_threads(directly, by_table):
+    """On one stream they take turns."""
+    calls = [cast(problem(("GRU", "layer", "paper"), (37, 20, 33, 1000)), torch.bfloat16, torch.bfloat16) for _ in "ab"]
+    wanted = [directly(call) for call in calls]
+
+    def several(call):
+        return [by_table(call) for _ in range(10)]
+
+    with ThreadPoolExecutor(2) as threads:
+        for found, want in zip(threads.map(several, calls), wanted):
+            for got in found:
+                assert_equal(got, want)
+
+
+@pytest.mark.gpu
+def test_graphs_keep_their_workspace(directly, by_table):
+    """cuBLAS's memory is torch's and may be cleared by anyone; what graphs use of it is their own."""
+    call = cast(problem(("LSTM", "layer", "paper"), (37, 128, 33, 2400)), torch.bfloat16, torch.bfloat16)
+    want = directly(call)
+    for _ in range(3):
+        by_table(call)
+    torch._C._cuda_clearCublasWorkspaces()
+    garbage = [torch.full((1 << 25,), 255, dtype=torch.uint8, device=DEVICE) for _ in range(16)]
+    for _ in range(3):
+        assert_equal(by_table(call), want)
+    assert all((g == 255).all() for g in garbage)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_inside_a_users_graph(by_table):
+    """What is kept for replays is not touched by a capture, nor needed by its graph."""
+    call = cast(problem(("LSTM", "layer", "paper"), (9, 20, 33, 1000)), torch.float32, torch.float32)
+    named, upstream = leaves(call), torch.randn(9, 20, 1000, device=DEVICE)
+
+    def step():
+        out = in_steps(call).output
+        return out, *torch.autograd.grad(out, list(named.values()), upstream, allow_unused=True, materialize_grads=True)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = step()
+    replay.clear()
+    for _ in range(3):
+        with torch.no_grad():
+            call.input.normal_()
+        graph.replay()
+        want = step()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.gpu
+def test_torchs_switches_are_in_the_key(directly, by_table):
+    """A graph multiplies as it was captured, so another precision is another graph."""
+    call = cast(problem(("RNN", None, None), (5, 64, 33, 1024)), torch.float32, torch.float32)
+    for tf32 in (False, True, False):
+        with torch.backends.cudnn.flags(allow_tf32=tf32):
+            want = directly(call)
+            for _ in range(3):
+                assert_equal(by_table(call), want)
+    assert len(replay._entries) == 4
 
 
 @pytest.mark.gpu

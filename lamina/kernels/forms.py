@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from ..placements import GATES, Placement
+from ..placements import GATES, PLACEMENTS, PLAIN, Placement
 from ..reference import Recurrence
 
 CELLS = {"RNN": 0, "LSTM": 1, "GRU": 2, "DREAMER": 3}
@@ -26,24 +27,6 @@ class Form:
     relu: bool
     std: bool
     eps: float
-
-    def encode(self) -> str:
-        """As text, for operators that take no Python objects."""
-        return ",".join(map(str, astuple(self)))
-
-    @classmethod
-    def decode(cls, text: str) -> Form:
-        """The inverse of ``encode``."""
-        cell, site, split, *words, eps = text.split(",")
-        cell_norm, carry, relu, std = (word == "True" for word in words)
-        return cls(cell, site, int(split), cell_norm, carry, relu, std, float(eps))
-
-    def placement(self) -> Placement:
-        """The recurrent part of a placement; the norm of W_x x has been taken."""
-        gates = {0: (self.gates,), 1: (1,) * self.gates, 2: (2, 1)}[self.split]
-        cell = (1,) if self.cell_norm else ()
-        hh, total = (gates if self.site == s else () for s in ("hh", "sum"))
-        return Placement("", "", "", (), hh, total, cell, self.carry, self.cell == "DREAMER")
 
     @property
     def gates(self) -> int:
@@ -64,15 +47,48 @@ class Form:
         return (1, self.gates, 2)[self.split]
 
 
-def form_of(call: Recurrence) -> Form:
-    """The form of a call; its norm is "layer" or none."""
-    where = call.placement
+@dataclass(frozen=True)
+class Setting:
+    """A recurrence without its tensors: what a call was asked to compute, forwards in time."""
+
+    cell: str
+    norm: str  # "layer" or "none"
+    placement: str
+    eps: float
+    eps_mode: str
+    nonlinearity: str
+
+    def encode(self) -> str:
+        """As text, for operators that take no Python objects."""
+        return ",".join(map(str, astuple(self)))
+
+    @classmethod
+    def decode(cls, text: str) -> Setting:
+        """The inverse of ``encode``."""
+        cell, norm, placement, eps, eps_mode, nonlinearity = text.split(",")
+        return cls(cell, norm, placement, float(eps), eps_mode, nonlinearity)
+
+    @property
+    def where(self) -> Placement:
+        return PLAIN if self.norm == "none" else PLACEMENTS[self.cell][self.placement]
+
+
+def setting_of(call: Recurrence) -> Setting:
+    """The setting of a call whose norm is "layer" or none; weight norm is taken before the kernels."""
+    norm = "layer" if call.norm == "layer" else "none"
+    return Setting(call.cell, norm, call.placement.name, call.eps, call.eps_mode, call.nonlinearity)
+
+
+@cache
+def form_of(setting: Setting) -> Form:
+    """What the kernels need to know of a setting."""
+    where = setting.where
     site = "hh" if where.hh else "sum" if where.sum else ""
     groups = where.groups(site) if site else ()
     split = 0 if len(groups) <= 1 else 2 if groups == (2, 1) else 1
     return Form(
-        "DREAMER" if where.dreamer else call.cell, site, split, bool(where.cell), where.carry,
-        call.nonlinearity == "relu", call.eps_mode == "std", call.eps,
+        "DREAMER" if where.dreamer else setting.cell, site, split, bool(where.cell), where.carry,
+        setting.nonlinearity == "relu", setting.eps_mode == "std", setting.eps,
     )  # fmt: skip
 
 

@@ -1,8 +1,11 @@
-"""The fused recurrence as torch sees it: an operator with gradients, and what is done around the kernels.
+"""The fused recurrence as torch sees it: one function with gradients, from the layer's input to its output.
 
 Eagerly it is an autograd function; under torch.compile a pair of custom operators, which are opaque, know their
-output shapes and have gradients. Both end in ``launch`` or ``steps``. A gradient that is to be differentiated again
-is taken through the reference instead.
+output shapes and have gradients. Both make W_x x of all steps (``rows``), centre W_h and walk through the steps
+(``launch`` or ``steps``). A gradient that is to be differentiated again is taken through the reference instead.
+
+One function for all of it, because every node, operation and tensor costs the host some 10 us: at short sequences
+that would be more than the GPU's own time.
 """
 
 from __future__ import annotations
@@ -14,17 +17,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import reference
-from ..reference import CellWeights, Recurrence, SequenceResult, SiteNorms
-from . import launch
-from .forms import Extras, Form, form_of
+from ..reference import CellWeights, Recurrence, SequenceResult
+from . import launch, passes, replay
+from .forms import Extras, Form, Setting, form_of, setting_of
 from .precision import as_cudnn_multiplies
 
 # The tensors of a call, in the order in which they travel.
-NAMES = ("x", "weight", "h", "c", "gain", "bias", "gain_cell", "bias_cell")
+NAMES = (
+    "input", "h", "c", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "gain_ih", "gain_hh", "gain_sum", "gain_cell",
+    "bias_cell",
+)  # fmt: skip
 EXTRAS = ("lengths", "resets", "keep_h", "keep_c", "drop")
+COUNT = len(NAMES)
 Tensors = Sequence[Tensor | None]
 
 
@@ -32,19 +38,19 @@ def run(call: Recurrence, path: str) -> SequenceResult:
     """A recurrence through the kernels; ``kernels.choose`` has made sure that ``path`` serves it."""
     turned = _forwards(call)
     valid = _valid(turned)
-    x = turned.input if valid is None else _zero_unless(valid, turned.input)
-    form = form_of(call)
-    tensors, extras = _prepared(turned, form, x)
+    tensors, extras = _tensors(turned, valid), _extras(turned)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if torch.compiler.is_compiling():
-        hist, c_n, *_ = _sequence(*_named(tensors, extras), form.encode(), path, keep)
+        names, given = _named(tensors, extras)
+        hist, h_n, c_n, *_ = _sequence(given, names, setting_of(call).encode(), path, keep)
+        output = hist[1:]
     else:
-        hist, c_n = _Sequence.apply(form, path, keep, *tensors, *extras)  # type: ignore[no-untyped-call]
-    output = hist[1:] if valid is None else _zero_unless(valid, hist[1:])
+        output, h_n, c_n = _Sequence.apply(setting_of(call), path, keep, *tensors, *extras)  # type: ignore[no-untyped-call]
+    if valid is not None:
+        output = _zero_unless(valid, output)
     if call.reverse:
         output = reference.reverse_sequences(output, call.lengths)
-    state = (hist[-1], c_n)[: len(call.state)]
-    return SequenceResult(output, tuple(s.to(call.input.dtype) for s in state), {})
+    return SequenceResult(output, (h_n, c_n)[: len(call.state)], {})
 
 
 def _forwards(call: Recurrence) -> Recurrence:
@@ -67,99 +73,30 @@ def _zero_unless(valid: Tensor, x: Tensor) -> Tensor:
     return torch.where(valid, x, torch.zeros((), dtype=x.dtype, device=x.device))  # padding may hold NaN
 
 
-def _prepared(call: Recurrence, form: Form, x: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """What the kernels take: W_x x of all steps, the recurrent matrix, parameters in any dtype, and the extras."""
-    w, hidden = reference.effective_weights(call), call.weights.weight_hh.shape[1]
-    gain = {"hh": w.gain_hh, "sum": w.gain_sum}.get(form.site)
-    tensors = [
-        _inputs(call, form, w, x), w.weight_hh, call.state[0], call.state[1] if len(call.state) > 1 else None,
-        _gain(gain, bool(form.site), form.gates * hidden, x), _inner_bias(form, w),
-        _gain(w.gain_cell, form.cell_norm, hidden, x), w.bias_cell,
-    ]  # fmt: skip
-    tensors = [None if t is None else t.contiguous() for t in tensors]
-    drop = None if call.recurrent_mask is None else call.recurrent_mask.contiguous()
-    resets = None if call.resets is None else call.resets.contiguous()
-    return tensors, [call.lengths, resets, *_masks(call), drop]
+def _tensors(call: Recurrence, valid: Tensor | None) -> list[Tensor | None]:
+    """The call's tensors in the order of NAMES."""
+    x = call.input if valid is None else _zero_unless(valid, call.input)
+    w = reference.effective_weights(call)
+    layer = call.norm == "layer"
+    gains = (w.gain_ih, w.gain_hh, w.gain_sum, w.gain_cell) if layer else (None,) * 4  # weight norm has used its own
+    state = (*call.state, None)[:2]
+    found = (x, *state, w.weight_ih, w.weight_hh, w.bias_ih, w.bias_hh, *gains, w.bias_cell)
+    return [None if t is None else t.contiguous() for t in found]
 
 
-def _inputs(call: Recurrence, form: Form, w: CellWeights, x: Tensor) -> Tensor:
-    """W_x x for all steps: normed and with its bias, or centred where the norm stands on the sum."""
-    from .rows import prepare
-
-    summed = _product(x, w.weight_ih)
-    if form.site == "sum":
-        return prepare(summed, None, None, call.placement.sum, "centre", call.eps, call.eps_mode)
-    bias = w.bias_ih if form.cell == "GRU" else _added(w.bias_ih, w.bias_hh)
-    groups = call.placement.ih
-    mode = "norm" if groups else "plain"
-    gain = w.gain_ih if groups else None
-    return prepare(summed, gain, bias, groups or (form.gates,), mode, call.eps, call.eps_mode)
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """W x in the precision of nn.LSTM's, there and back."""
-    if x.dtype != torch.float32 or x.device.type != "cuda" or torch.compiler.is_compiling():
-        return F.linear(x, weight)
-    return _Product.apply(x, weight)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _Product(torch.autograd.Function):
-    """F.linear whose three products follow cuDNN's TF32 switch."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        with as_cudnn_multiplies(x.dtype):
-            return F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        with as_cudnn_multiplies(x.dtype):
-            d_x = d @ weight if ctx.needs_input_grad[0] else None
-            return d_x, d.flatten(0, 1).t() @ x.flatten(0, 1) if ctx.needs_input_grad[1] else None
-
-
-def _inner_bias(form: Form, w: CellWeights) -> Tensor | None:
-    """The biases that cannot be added to W_x x beforehand: GRU's recurrent one, and all where the sum is normed."""
-    if form.site == "sum":
-        return _added(w.bias_ih, w.bias_hh)
-    return w.bias_hh if form.cell == "GRU" else None
-
-
-def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
-
-
-def _gain(gain: Tensor | None, wanted: bool, width: int, like: Tensor) -> Tensor | None:
-    if wanted and gain is None:
-        return torch.ones(width, dtype=torch.float32, device=like.device)
-    return gain if wanted else None
-
-
-def _centred(weight: Tensor, groups: tuple[int, ...]) -> Tensor:
-    """Rows less the mean of their normalised group, so that W h has mean 0.
-
-    No gradient is centred in turn: that of the product has mean 0 over the group, so W's has it too.
-    """
-    if not groups:
-        return weight
-    parts = torch.split(weight, [g * weight.shape[1] for g in groups])
-    centred = [(p - p.mean(0, dtype=torch.float32)).to(weight.dtype) for p in parts]
-    return centred[0] if len(centred) == 1 else torch.cat(centred)
-
-
-def _masks(call: Recurrence) -> tuple[Tensor | None, Tensor | None]:
+def _extras(call: Recurrence) -> list[Tensor | None]:
     """Zoneout as tensors [T, B, H]; a rate is one number, expanded."""
-    found: list[Tensor | None] = []
-    for mask, state in zip(call.zoneout, call.state):
+    found: list[Tensor | None] = [call.lengths, call.resets]
+    for mask, hidden in zip((*call.zoneout, None)[:2], (call.weights.weight_hh.shape[1],) * 2):
         if mask is not None and not isinstance(mask, Tensor):
-            mask = torch.full((), float(mask), device=call.input.device).expand(call.input.shape[0], *state.shape)
+            mask = torch.full((), float(mask), device=call.input.device).expand(*call.input.shape[:2], hidden)
         found.append(mask)
-    return found[0], found[1] if len(found) > 1 else None
+    lengths, resets, keep_h, keep_c = found
+    drop = None if call.recurrent_mask is None else call.recurrent_mask.contiguous()
+    return [lengths, None if resets is None else resets.contiguous(), keep_h, keep_c, drop]
 
 
-# The operator
+# What the function does.
 
 
 def _module(path: str) -> ModuleType:
@@ -171,108 +108,190 @@ def _module(path: str) -> ModuleType:
     return launch
 
 
-def _forward(form: Form, path: str, tensors: Tensors, extras: Tensors, keep: bool) -> list[Tensor]:
-    """hist and the final c, then what backward needs: the centred matrix and what the path keeps."""
-    x, weight, *others = tensors
-    where = form.placement()
-    matrix = _centred(_present([weight])[0], where.hh or where.sum)
-    kept = _module(path).forward(form, x, matrix, *others, Extras(*extras), keep)
-    c_n = kept[1][-1].clone() if tensors[3] is not None else kept[1].new_empty(0)
-    return [kept[0], c_n, matrix, *kept[1:]]
+def _input_side(setting: Setting) -> tuple[tuple[int, ...], str]:
+    """Which gates of W_x x share statistics, and what is done to it: normed, centred for the norm of the sum, plain."""
+    where = setting.where
+    if where.sum:
+        return where.sum, "centre"
+    return (where.ih, "norm") if where.ih else ((form_of(setting).gates,), "plain")
 
 
-def _backward(form: Form, path: str, tensors: Tensors, extras: Tensors, kept: Sequence[Tensor], d_hist: Tensor,
-              d_c: Tensor | None) -> list[Tensor | None]:  # fmt: skip
-    """Gradients in the order and the dtypes of ``tensors``."""
-    x, _, h, _, *parameters = tensors
-    hist, matrix, *rest = kept
+def _outer_biases(form: Form, bias_ih: Tensor | None, bias_hh: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What is added to W_x x beforehand: GRU's recurrent bias cannot be, nor any where the sum is normed."""
+    if form.site == "sum":
+        return None, None
+    return bias_ih, None if form.cell == "GRU" else bias_hh
+
+
+def _inner_bias(form: Form, bias_ih: Tensor | None, bias_hh: Tensor | None) -> Tensor | None:
+    """The biases that are added after the recurrent product and its norm."""
+    if form.site != "sum":
+        return bias_hh if form.cell == "GRU" else None
+    return bias_hh if bias_ih is None else bias_ih if bias_hh is None else bias_ih + bias_hh
+
+
+def _inner(form: Form, tensors: Tensors) -> list[Tensor | None]:
+    """gain, bias, gain_cell and bias_cell, as the steps use them; a norm without a gain has a gain of 1."""
+    _, _, _, _, matrix, bias_ih, bias_hh, _, gain_hh, gain_sum, gain_cell, bias_cell = tensors
+    gain = gain_hh if form.site == "hh" else gain_sum
+    rows, hidden = _there(matrix).shape
+    gain = _or_ones(gain, rows, matrix) if form.site else None
+    gain_cell = _or_ones(gain_cell, hidden, matrix) if form.cell_norm else None
+    return [gain, _inner_bias(form, bias_ih, bias_hh), gain_cell, bias_cell]
+
+
+def _or_ones(gain: Tensor | None, width: int, like: Tensor | None) -> Tensor:
+    return torch.ones(width, dtype=torch.float32, device=_there(like).device) if gain is None else gain
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    """A tensor that every call has."""
+    if tensor is None:
+        raise TypeError("a recurrence needs its input and its matrices, got None.")
+    return tensor
+
+
+def _forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep: bool) -> list[Tensor]:
+    """hist, the final h and c, then what backward needs: W_x x, its statistics, x, W_h centred, the path's own."""
+    from . import rows
+
+    form, (groups, mode) = form_of(setting), _input_side(setting)
+    x, h, c, weight_ih, weight_hh, bias_ih, bias_hh, gain_ih = tensors[:8]
+    x, weight_ih, matrix = _there(x), _there(weight_ih), _there(weight_hh)
+    with as_cudnn_multiplies(x.dtype):
+        summed = torch.nn.functional.linear(x, weight_ih)
+    biases = _outer_biases(form, bias_ih, bias_hh)
+    prepared, statistics = rows.forward(summed, gain_ih, *biases, groups, mode, setting.eps, setting.eps_mode)
+    if form.site:
+        matrix = rows.centred(matrix, setting.where.groups(form.site))
+    extra = Extras(*extras)
+    hist, h_n, c_n, *kept = _module(path).forward(form, prepared, matrix, h, c, *_inner(form, tensors), extra, keep)
+    return [hist, h_n, c_n, summed, statistics, prepared, matrix, *kept]
+
+
+def _backward(
+    setting: Setting, path: str, tensors: Tensors, extras: Tensors, kept: Sequence[Tensor], grads: Tensors,
+    needed: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients in the order and the dtypes of ``tensors``; ``grads`` are those of output, h_n and c_n."""
+    from . import rows
+
+    form, (groups, mode) = form_of(setting), _input_side(setting)
+    x, h, _, weight_ih, _, bias_ih, bias_hh, gain_ih = tensors[:8]
+    x, weight_ih = _there(x), _there(weight_ih)
+    hist, summed, statistics, prepared, matrix, *rest = kept
+    arriving = [None if g is None else g.contiguous() for g in grads]
     found = _module(path).backward(
-        form, x, matrix, h, *parameters, Extras(*extras), (hist, *rest), d_hist.contiguous(), d_c
+        form, prepared, matrix, h, *_inner(form, tensors), Extras(*extras), (hist, *rest), *arriving
     )
-    return [None if t is None else found[name].to(t.dtype) for name, t in zip(NAMES, tensors)]
+    outer = [b for b in _outer_biases(form, bias_ih, bias_hh) if b is not None]
+    d_summed, small = rows.backward(
+        found["x"], summed, gain_ih, statistics, groups, mode, setting.eps, setting.eps_mode, bool(outer)
+    )
+    with as_cudnn_multiplies(x.dtype):
+        d_input = torch.matmul(d_summed, weight_ih) if needed[0] else None
+        flat = d_summed.flatten(0, 1).t()
+        d_weight = torch.mm(flat, x.flatten(0, 1)) if needed[3] else None
+    before = small[-1] if outer else None
+    after = found.get("bias")
+    sides = (after, after) if form.site == "sum" else (before, after if form.cell == "GRU" else before)
+    given = {
+        "input": d_input, "weight_ih": d_weight, "weight_hh": found["weight"], "h": found["h"], "c": found.get("c"),
+        "bias_ih": sides[0], "bias_hh": sides[1], "gain_ih": small[0] if gain_ih is not None else None,
+        "gain_hh": found.get("gain"), "gain_sum": found.get("gain"), "gain_cell": found.get("gain_cell"),
+        "bias_cell": found.get("bias_cell"),
+    }  # fmt: skip
+    return _in_kind(given, tensors)
+
+
+def _in_kind(given: dict[str, Tensor | None], tensors: Tensors) -> list[Tensor | None]:
+    """Gradients in the dtypes of their tensors; one that two tensors share is cast once."""
+    cast: dict[tuple[int, torch.dtype], Tensor] = {}
+    found: list[Tensor | None] = []
+    for name, tensor in zip(NAMES, tensors):
+        gradient = given[name]
+        if tensor is None or gradient is None or gradient.dtype == tensor.dtype:
+            found.append(None if tensor is None else gradient)
+            continue
+        key = (id(gradient), tensor.dtype)
+        if key not in cast:
+            cast[key] = gradient.to(tensor.dtype)
+        found.append(cast[key])
+    return found
 
 
 class _Sequence(torch.autograd.Function):
-    """hist [T+1, B, H] and the final c."""
+    """Outputs [T, B, H], the final h and the final c."""
 
     @staticmethod
-    def forward(ctx: Any, form: Form, path: str, keep: bool, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        tensors, extras = given[: len(NAMES)], given[len(NAMES) :]
-        hist, c_n, *kept = _forward(form, path, tensors, extras, keep)
-        ctx.form, ctx.path = form, path
-        ctx.save_for_backward(*given, hist, *kept)
-        if tensors[3] is None:
+    def forward(ctx: Any, setting: Setting, path: str, keep: bool, *given: Tensor | None) -> tuple[Tensor, ...]:
+        tensors, extras = given[:COUNT], given[COUNT:]
+        ctx.setting, ctx.path = setting, path
+        ctx.lease = passes.lease(setting, path, keep, tensors, extras, _forward)
+        kept: list[Tensor] = []
+        if ctx.lease is not None:
+            output, h_n, c_n = ctx.lease.space.walk(tensors)
+        else:
+            hist, h_n, c_n, *kept = _forward(setting, path, tensors, extras, keep)
+            output, kept = hist[1:], [hist, *kept]
+        if keep:
+            ctx.save_for_backward(*given, *kept)
+        else:
+            ctx.lease = None  # what was asked for has been copied out
+        if setting.cell != "LSTM":
             ctx.mark_non_differentiable(c_n)
         ctx.set_materialize_grads(False)
-        return hist, c_n
+        return output, h_n, c_n
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        tensors, extras, kept = saved[: len(NAMES)], saved[len(NAMES) : len(NAMES) + 5], saved[len(NAMES) + 5 :]
-        d_hist = torch.zeros_like(kept[0]) if grads[0] is None else grads[0]
-        d_c = grads[1] if tensors[3] is not None else None
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        last = COUNT + len(EXTRAS)
+        tensors, extras, kept = saved[:COUNT], saved[COUNT:last], saved[last:]
+        if ctx.setting.cell != "LSTM":
+            grads = (*grads[:2], None)
         if torch.is_grad_enabled():  # asked for with create_graph: these gradients will be differentiated
-            found = _differentiable_gradients(ctx.form, tensors, extras, d_hist, d_c, ctx.needs_input_grad[3:])
+            found = _differentiable_gradients(ctx.setting, tensors, extras, grads, needed)
+        elif ctx.lease is not None:
+            found = ctx.lease.space.walk_back(grads, needed[:COUNT], _backward)
         else:
-            found = _backward(ctx.form, ctx.path, tensors, extras, kept, d_hist, d_c)
+            found = _backward(ctx.setting, ctx.path, tensors, extras, kept, grads, needed)
         return None, None, None, *found, *(None for _ in extras)
 
 
 def _differentiable_gradients(
-    form: Form, tensors: Tensors, extras: Tensors, d_hist: Tensor, d_c: Tensor | None, needed: Sequence[bool]
+    setting: Setting, tensors: Tensors, extras: Tensors, grads: Tensors, needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients by the reference's own graph, which can be differentiated again."""
     # Views end gradients here, though one tensor may have been made from another.
     tensors = [t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needed)]
-    hist, c_n = _reference(form, tensors, Extras(*extras))
-    outputs, grads = [hist], [d_hist]
-    if d_c is not None:
-        outputs, grads = [hist, c_n], [d_hist, d_c]
+    result = reference.evaluate(_again(setting, tensors, extras))
+    pairs = [(o, g) for o, g in zip((result.output, *result.state), grads) if g is not None]
     wanted = [t for t, need in zip(tensors, needed) if need and t is not None]
-    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True))
+    found = iter(
+        torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True)
+    )
     return [next(found) if need and t is not None else None for t, need in zip(tensors, needed)]
 
 
-def _present(tensors: Tensors) -> list[Tensor]:
-    return [t for t in tensors if t is not None]
-
-
-def _reference(form: Form, tensors: Tensors, extras: Extras) -> tuple[Tensor, Tensor]:
-    """What the kernels compute, by ``lamina.reference``: the whole walk of states, and the final c."""
-    c, gain, bias, gain_cell, bias_cell = tensors[3:]
-    x, weight, h = _present(tensors[:3])
-    w = CellWeights(
-        weight, weight, None, bias, gain_hh=gain if form.site == "hh" else None,
-        gain_sum=gain if form.site == "sum" else None, gain_cell=gain_cell, bias_cell=bias_cell,
+def _again(setting: Setting, tensors: Tensors, extras: Tensors) -> Recurrence:
+    """The call that a setting and its tensors were made from, forwards in time."""
+    by_name, (lengths, resets, keep_h, keep_c, drop) = dict(zip(NAMES, tensors)), extras
+    state = (by_name["h"], by_name["c"])[: 2 if setting.cell == "LSTM" else 1]
+    weights: dict[str, Any] = {name: by_name[name] for name in NAMES[3:]}
+    norm = None if setting.norm == "none" else setting.norm
+    return Recurrence(
+        setting.cell, _there(by_name["input"]), state, CellWeights(**weights), norm, setting.where, setting.eps,
+        setting.eps_mode, setting.nonlinearity, lengths, resets, False, (keep_h, keep_c), drop,
     )  # fmt: skip
-    state = (h,) if c is None else (h, c)
-    call = Recurrence(
-        form.cell if form.cell != "DREAMER" else "GRU", x, state, w, "layer", form.placement(), form.eps,
-        "std" if form.std else "var", "relu" if form.relu else "tanh", extras.lengths, extras.resets, False,
-        (extras.keep_h, extras.keep_c), extras.drop,
-    )  # fmt: skip
-    norms = SiteNorms("layer", call.placement, w, form.eps, call.eps_mode)
-    step = reference._step_function(call, w, norms)
-    outputs, final = reference._unroll(step, x, call, None)
-    hist = torch.cat([h.float().unsqueeze(0), outputs])
-    if extras.lengths is None:
-        return hist.to(weight.dtype), final[-1]
-    # A case that has ended keeps its state: gather instead of stopping, so that every step has one shape.
-    last = torch.arange(hist.shape[0], device=x.device).unsqueeze(1).minimum(extras.lengths.unsqueeze(0))
-    hist = hist.gather(0, last.unsqueeze(-1).expand_as(hist))
-    if c is None:
-        return hist.to(weight.dtype), final[-1]
-    stopped = reference._unroll(step, x, call, _valid(replace(call, input=x)))[1]
-    return hist.to(weight.dtype), stopped[1]
 
 
 # Operators take tensors, not None: what is there travels as one list, and its names beside it.
 
 
-def _named(tensors: Tensors, extras: Tensors) -> tuple[list[Tensor], str]:
+def _named(tensors: Tensors, extras: Tensors) -> tuple[str, list[Tensor]]:
     pairs = [(n, t) for n, t in zip((*NAMES, *EXTRAS), (*tensors, *extras)) if t is not None]
-    return [t for _, t in pairs], ",".join(n for n, _ in pairs)
+    return ",".join(n for n, _ in pairs), [t for _, t in pairs]
 
 
 def _parted(given: Sequence[Tensor], names: str) -> tuple[list[Tensor | None], list[Tensor | None]]:
@@ -281,50 +300,63 @@ def _parted(given: Sequence[Tensor], names: str) -> tuple[list[Tensor | None], l
 
 
 @torch.library.custom_op("lamina::sequence", mutates_args=())
-def _sequence(given: Sequence[Tensor], names: str, form: str, path: str, keep: bool) -> list[Tensor]:
-    hist, c_n, matrix, *kept = _forward(Form.decode(form), path, *_parted(given, names), keep)
-    return [hist, c_n, matrix.clone(), *kept]  # an operator's output may not be its input
+def _sequence(given: Sequence[Tensor], names: str, setting: str, path: str, keep: bool) -> list[Tensor]:
+    with replay.off():  # compilers that make graphs of their own would not like what is kept between calls
+        found = _forward(Setting.decode(setting), path, *_parted(given, names), keep)
+    seen = {id(t) for t in given}
+    # An operator's output may be neither its input nor another output.
+    return [t.clone() if id(t) in seen or seen.add(id(t)) else t for t in found]  # type: ignore[func-returns-value]
 
 
 @_sequence.register_fake
-def _(given: Sequence[Tensor], names: str, form: str, path: str, keep: bool) -> list[Tensor]:
+def _(given: Sequence[Tensor], names: str, setting: str, path: str, keep: bool) -> list[Tensor]:
+    from . import rows
+
+    asked = Setting.decode(setting)
+    groups, mode = _input_side(asked)
     tensors, _ = _parted(given, names)
-    x, weight = _present(tensors[:2])
-    shapes = _module(path).shapes(Form.decode(form), x, weight, keep)
-    c = (x.shape[1], weight.shape[1]) if tensors[3] is not None else (0,)
+    x, weight_ih, weight_hh = (_there(tensors[at]) for at in (0, 3, 4))
+    summed = x.new_empty((*x.shape[:2], weight_ih.shape[0]))
+    prepared = torch.empty_like(summed, dtype=torch.float32)
+    statistics = x.new_empty(rows.statistics_shape(summed, groups, mode), dtype=torch.float32)
+    shapes = _module(path).shapes(form_of(asked), prepared, weight_hh, keep)
     made = [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
-    return [made[0], x.new_empty(c, dtype=torch.float32), torch.empty_like(weight), *made[1:]]
+    return [*made[:3], summed, statistics, prepared, torch.empty_like(weight_hh), *made[3:]]
 
 
 @torch.library.custom_op("lamina::sequence_backward", mutates_args=())
 def _sequence_backward(
-    given: Sequence[Tensor], kept: Sequence[Tensor], d_hist: Tensor, d_c: Tensor | None, names: str, form: str,
-    path: str,
+    given: Sequence[Tensor], kept: Sequence[Tensor], grads: Sequence[Tensor], names: str, setting: str, path: str
 ) -> list[Tensor]:  # fmt: skip
     tensors, extras = _parted(given, names)
-    found = _backward(Form.decode(form), path, tensors, extras, kept, d_hist, d_c)
+    asked = Setting.decode(setting)
+    arriving = (*grads, None)[:3] if asked.cell != "LSTM" else grads
+    with replay.off():
+        found = _backward(asked, path, tensors, extras, kept, arriving, [True] * COUNT)
+    # One gradient may serve two tensors, and an operator's outputs may not be one another's.
     return [g.clone(memory_format=torch.contiguous_format) for g in found if g is not None]
 
 
 @_sequence_backward.register_fake
-def _(given: Sequence[Tensor], kept: Sequence[Tensor], d_hist: Tensor, d_c: Tensor | None, names: str,
-      *rest: Any) -> list[Tensor]:  # fmt: skip
+def _(given: Sequence[Tensor], kept: Sequence[Tensor], grads: Sequence[Tensor], names: str, *rest: Any) -> list[Tensor]:
     wanted = [t for t in _parted(given, names)[0] if t is not None]
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wanted]
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    given, ctx.names, ctx.form, ctx.path, _ = inputs
+    given, ctx.names, ctx.setting, ctx.path, _ = inputs
     ctx.count = len(given)
-    ctx.save_for_backward(*given, output[0], *output[2:])
+    ctx.save_for_backward(*given, output[0], *output[3:])
     ctx.set_materialize_grads(False)
 
 
 def _operator_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     given, kept = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
-    d_hist = torch.zeros_like(kept[0]) if grads[0] is None else grads[0]
-    d_c = grads[1] if "c" in ctx.names.split(",") else None
-    found = _sequence_backward(given, kept, d_hist, d_c, ctx.names, ctx.form, ctx.path)
+    lstm = Setting.decode(ctx.setting).cell == "LSTM"
+    like = (kept[0], kept[0][0], kept[0][0])[: 3 if lstm else 2]
+    d_hist, *others = (torch.zeros_like(t) if g is None else g for g, t in zip(grads, like))
+    arriving = [d_hist[1:].contiguous(), *others]
+    found = _sequence_backward(given, kept, arriving, ctx.names, ctx.setting, ctx.path)
     return [*found, *[None] * (ctx.count - len(found))], None, None, None, None
 
 

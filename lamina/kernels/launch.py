@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import interpreted
 from .forms import CELLS, SITES, Extras, Form, power
 from .plans import OVERRIDE, Plan, cut_for
 from .precision import as_cudnn_multiplies, precision
 from .start import start
 
+Given = Tensor | None
+
 
 @cache
-def _constants(form: Form, cut: Plan, multiply: str) -> dict[str, Any]:
+def _constants(form: Form, cut: Plan, hidden: int, multiply: str, spin: bool) -> dict[str, Any]:
     return {
         "CELL": CELLS[form.cell],
         "SITE": SITES[form.site],
@@ -24,6 +27,9 @@ def _constants(form: Form, cut: Plan, multiply: str) -> dict[str, Any]:
         "CARRY": form.carry,
         "RELU": form.relu,
         "STD": form.std,
+        "eps": form.eps,
+        "H": hidden,
+        "P": cut.members,
         "G": form.gates,
         "GP": form.padded_gates,
         "BU": cut.units,
@@ -35,26 +41,12 @@ def _constants(form: Form, cut: Plan, multiply: str) -> dict[str, Any]:
         "SOLO": cut.members == 1,
         "PRECISION": multiply,
         "STAGES": cut.stages,
-        "AHEAD": cut.ahead,
+        "SPIN": spin,
+        "WARPS": cut.warps,
     }
 
 
-def _start(kernel: Any, form: Form, cut: Plan, batch: int, words: dict[str, int], arguments: dict[str, Any]) -> None:
-    """One launch for as many tiles of rows as the device holds groups; groups do not wait for one another."""
-    constants = dict(_constants(form, cut, precision(arguments["weight"].dtype)))
-    if "PC" in arguments:
-        del constants["AHEAD"]
-    tiles, x = -(-batch // cut.rows), arguments["x"]
-    arguments = {
-        **arguments, **constants, "T": x.shape[0], "B": batch, "H": x.shape[2] // form.gates, "P": cut.members,
-        "eps": form.eps,
-    }  # fmt: skip
-    for first in range(0, tiles, cut.groups):
-        groups = min(cut.groups, tiles - first)
-        space = {**_exchange(cut, words, x.device), "groups": groups, "first": first}
-        start(kernel, (groups * cut.members,), {**arguments, **space}, _options(cut))
-
-
+@cache
 def _options(cut: Plan) -> dict[str, Any]:
     options: dict[str, Any] = {"num_warps": cut.warps, "num_stages": 1}
     if cut.members > 1:
@@ -63,24 +55,38 @@ def _options(cut: Plan) -> dict[str, Any]:
     return options
 
 
-def _exchange(cut: Plan, columns: dict[str, int], device: torch.device) -> dict[str, Tensor]:
-    """Words and counters through which members speak, all 0: one allocation, one launch."""
-    members = 2 * cut.groups * cut.members * cut.rows
-    sizes = {name: members * n for name, n in columns.items()}
-    space = torch.zeros(sum(sizes.values()) + cut.groups, dtype=torch.int64, device=device)
-    *parts, counters = torch.split(space, [*sizes.values(), cut.groups])
-    return {**dict(zip(sizes, parts)), "counters": counters.view(torch.int32)}
+def _start(kernel: Any, form: Form, cut: Plan, words: int, arguments: dict[str, Any]) -> None:
+    """One launch for as many tiles of rows as the device holds groups; groups do not wait for one another.
+
+    ``words`` of 64 bits are each group's for its exchange, all 0 at first.
+    """
+    x, weight = arguments["x"], arguments["weight"]
+    steps, batch, width = x.shape
+    constants = _constants(form, cut, width // form.gates, precision(weight.dtype), not interpreted())
+    tiles = -(-batch // cut.rows)
+    for first in range(0, tiles, cut.groups):
+        groups = min(cut.groups, tiles - first)
+        space = torch.zeros(groups * words, dtype=torch.int64, device=x.device)
+        counts = {"T": steps, "B": batch, "groups": groups, "first": first, "exchange": space}
+        start(kernel, (groups * cut.members,), {**constants, **arguments, **counts}, _options(cut))
+
+
+def _statistics(form: Form) -> int:
+    """Numbers a row and step that backward needs of the norms."""
+    return (form.sums if form.site else 0) + (2 if form.cell_norm else 0)
 
 
 def shapes(form: Form, x: Tensor, weight: Tensor, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Of what ``forward`` gives."""
-    (steps, batch, width), hidden, wide = x.shape, weight.shape[1], torch.float32
+    (steps, batch, width), hidden, kind, wide = x.shape, weight.shape[1], weight.dtype, torch.float32
+    lstm = form.cell == "LSTM"
     return [
-        ((steps + 1, batch, hidden), weight.dtype),
-        ((steps + 1 if form.cell == "LSTM" else 0, batch, hidden), wide),
-        ((steps if keep else 0, batch, width), weight.dtype),
-        ((steps if keep and form.site else 0, form.sums, batch), wide),
-        *[((steps if keep and form.cell_norm else 0, batch), wide)] * 2,
+        ((steps + 1, batch, hidden), kind),
+        ((batch, hidden), kind),
+        ((batch, hidden) if lstm else (0,), kind),
+        ((steps + 1 if lstm else 0, batch, hidden), wide),
+        ((steps if keep else 0, batch, width), kind),
+        ((steps if keep else 0, _statistics(form), batch), wide),
     ]
 
 
@@ -88,100 +94,114 @@ def forward(
     form: Form,
     x: Tensor,
     weight: Tensor,
-    h: Tensor,
-    c: Tensor | None,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    gain_cell: Tensor | None,
-    bias_cell: Tensor | None,
+    h: Given,
+    c: Given,
+    gain: Given,
+    bias: Given,
+    gain_cell: Given,
+    bias_cell: Given,
     extras: Extras,
     keep: bool,
 ) -> tuple[Tensor, ...]:
-    """hist [T+1, B, H], c_hist, xhat, rstds and the cell norm's mean and rstd; without ``keep`` the last are empty."""
+    """hist [T+1, B, H], the final h and c, c_hist, x^ and the norms' statistics; the last two only with ``keep``."""
     from . import sequence
 
-    batch, hidden = x.shape[1], weight.shape[1]
-    hist, c_hist, xhat, rstds, mean, rstd = (
-        x.new_empty(shape, dtype=dtype) for shape, dtype in shapes(form, x, weight, keep)
-    )
-    hist[0] = h
-    if c is not None:
-        c_hist[0] = c
+    cut = cut_for(form, weight.shape[1], x.shape[1], weight, False)
+    (shape, _), *others = shapes(form, x, weight, keep)
+    hist = _awaited(shape, weight) if cut.members > 1 else weight.new_empty(shape)
+    h_last, c_last, c_hist, xhat, stats = (x.new_empty(shape, dtype=dtype) for shape, dtype in others)
+    c = c if form.cell == "LSTM" else None
     arguments = {
-        "weight": weight, "hist": hist, "c_hist": c_hist, "xhat": xhat, "rstds": rstds, "cell_mean": mean,
-        "cell_rstd": rstd, **_shared(x, h, gain, bias, gain_cell, bias_cell), **extras.arguments(weight),
-        "TRAIN": keep,
+        "weight": weight, "hist": hist, "h_last": h_last, "c_last": c_last, "c_hist": c_hist, "xhat": xhat,
+        "stats": stats, "c_first": x if c is None else c, "HAS_C": c is not None, "TRAIN": keep,
+        **_shared(x, h, gain, bias, gain_cell, bias_cell), **extras.arguments(weight),
     }  # fmt: skip
-    cut = cut_for(form, hidden, batch, weight, False)
-    _start(sequence.forward_kernel, form, cut, batch, {"sums": form.sums, "moments": 2}, arguments)
-    return hist, c_hist, xhat, rstds, mean, rstd
+    words = 2 * cut.members * cut.rows * (form.sums + 2)
+    _start(sequence.forward_kernel, form, cut, words, arguments)
+    return hist, h_last, c_last, c_hist, xhat, stats
+
+
+def _awaited(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Filled with exchange.NOT_YET: members see by it what has not come."""
+    bits = torch.int32 if like.element_size() == 4 else torch.int16
+    return torch.full(shape, -1, dtype=bits, device=like.device).view(like.dtype)
 
 
 def backward(
     form: Form,
     x: Tensor,
     weight: Tensor,
-    h: Tensor,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    gain_cell: Tensor | None,
-    bias_cell: Tensor | None,
+    h: Given,
+    gain: Given,
+    bias: Given,
+    gain_cell: Given,
+    bias_cell: Given,
     extras: Extras,
     kept: tuple[Tensor, ...],
-    d_hist: Tensor,
-    d_c: Tensor | None,
+    d_out: Given,
+    d_h: Given,
+    d_c: Given,
 ) -> dict[str, Tensor]:
     """Gradients by name: x, weight, h, c, gain, bias, gain_cell, bias_cell."""
     from . import sequence
 
-    hist, c_hist, xhat, rstds, mean, rstd = kept
+    hist, c_hist, xhat, stats = kept
     batch, hidden = x.shape[1], weight.shape[1]
     cut = cut_for(form, hidden, batch, weight, True)
     defer = bool(form.site) and (cut.members > 1 or "defer" in OVERRIDE)
-    with as_cudnn_multiplies(weight.dtype):
-        q = _projections(form, xhat, weight) if defer else weight
     d_y = torch.empty_like(xhat)
     d_x = torch.empty_like(xhat) if form.cell == "GRU" else d_y
-    d_h, d_first = (h.new_empty(batch, hidden) for _ in range(2))
-    shares = x.new_empty(-(-batch // cut.rows), 2 * (form.gates + 1) * hidden)
-    members = 2 * cut.groups * cut.members
+    d_first = x.new_empty(2 if form.cell == "LSTM" else 1, batch, hidden)
+    # Filled, because a thread whose first work is cuBLAS's is warned that it has no CUDA context: autograd's threads.
+    shares = x.new_zeros(-(-batch // cut.rows), 2 * (form.gates + 1) * hidden)
+    whole = weight.dtype == torch.float32 and precision(weight.dtype) != "tf32"  # a share is a word then
+    size = cut.units * cut.rows // (1 if whole else 2)
     arguments = {
         "weight": weight if cut.resident else _packed(form, cut, weight), "hist": hist, "c_hist": c_hist,
-        "xhat": xhat, "rstds": rstds, "cell_mean": mean, "cell_rstd": rstd, "q": q, "d_hist": d_hist,
-        "d_c": x if d_c is None else d_c.contiguous(), "HAS_D_C": d_c is not None, "d_x": d_x, "d_y": d_y,
-        "d_h_first": d_h, "d_c_first": d_first, "shares": shares, "DEFER": defer,
-        "partials": weight.new_empty(members * cut.members * cut.units * cut.rows),
-        "sums": x.new_empty(members * form.sums * cut.rows), **_shared(x, h, gain, bias, gain_cell, bias_cell),
-        **extras.arguments(weight),
-        "PC": max(1, min(power(cut.members), 2048 * cut.warps // (cut.units * cut.rows))),
+        "xhat": xhat, "stats": stats, "q": _projections(form, xhat, weight) if defer else weight,
+        **_incoming(x, d_out, d_h, d_c), "d_x": d_x, "d_y": d_y, "d_first": d_first, "shares": shares, "DEFER": defer,
+        **_shared(x, h, gain, bias, gain_cell, bias_cell), **extras.arguments(weight),
+        "PC": max(1, min(power(cut.members), 1024 * cut.warps // size)),
     }  # fmt: skip
-    _start(sequence.backward_kernel, form, cut, batch, {"cell_sums": 2}, arguments)
+    words = 2 * cut.members * (cut.rows * (form.sums + 2) + cut.members * size)
+    _start(sequence.backward_kernel, form, cut, words, arguments)
     kinds = {t.dtype for t in (gain, bias, gain_cell, bias_cell) if t is not None}
-    added = _added_up(form, hidden, shares, bias is not None, kinds.pop() if len(kinds) == 1 else torch.float32)
-    found = {"h": d_h, "c": d_first, **added}
-    through = _through_norm(form, d_y, xhat, gain, rstds) if form.site else d_y
-    found["x"] = (through if form.site == "sum" else d_x).to(x.dtype)
+    found = _added_up(form, hidden, shares, bias is not None, kinds.pop() if len(kinds) == 1 else torch.float32)
+    found.update(zip("hc", d_first.unbind()))
+    through = _through_norm(form, d_y, xhat, gain, stats) if form.site else d_y
+    found["x"] = through if form.site == "sum" else d_x
     with as_cudnn_multiplies(weight.dtype):
         found["weight"] = through.flatten(0, 1).t() @ operands(hist, extras).flatten(0, 1)
     return found
 
 
-def _shared(
-    x: Tensor, h: Tensor, gain: Tensor | None, bias: Tensor | None, gain_cell: Tensor | None, bias_cell: Tensor | None
-) -> dict[str, Any]:
+def _shared(x: Tensor, h: Given, gain: Given, bias: Given, gain_cell: Given, bias_cell: Given) -> dict[str, Any]:
     """What both kernels read; x stands for what there is not."""
-    tensors = {"x": x, "h_first": h, "gain": gain, "bias": bias, "gain_cell": gain_cell, "bias_cell": bias_cell}
-    flags = {"HAS_BIAS": bias is not None, "HAS_BIAS_CELL": bias_cell is not None}
-    return {**{name: x if t is None else t for name, t in tensors.items()}, **flags}
+    return {
+        "x": x, "h_first": x if h is None else h, "gain": x if gain is None else gain,
+        "bias": x if bias is None else bias, "gain_cell": x if gain_cell is None else gain_cell,
+        "bias_cell": x if bias_cell is None else bias_cell, "HAS_H": h is not None, "HAS_BIAS": bias is not None,
+        "HAS_BIAS_CELL": bias_cell is not None,
+    }  # fmt: skip
+
+
+def _incoming(x: Tensor, d_out: Given, d_h: Given, d_c: Given) -> dict[str, Any]:
+    """The gradients that arrive; x stands for what there is not."""
+    return {
+        "d_out": x if d_out is None else d_out, "d_h": x if d_h is None else d_h, "d_c": x if d_c is None else d_c,
+        "HAS_D_OUT": d_out is not None, "HAS_D_H": d_h is not None, "HAS_D_C": d_c is not None,
+    }  # fmt: skip
 
 
 def _added_up(form: Form, hidden: int, shares: Tensor, bias: bool, dtype: torch.dtype) -> dict[str, Tensor]:
     """The gradients of gains and biases from what each tile of rows adds to them, cast in one go."""
     gates = form.gates * hidden
-    total = (shares[0] if shares.shape[0] == 1 else shares.sum(0)).to(dtype)
-    parts = dict(zip(("bias", "gain", "bias_cell", "gain_cell"), torch.split(total, [gates, gates, hidden, hidden])))
     there = {"bias": bias, "gain": bool(form.site), "bias_cell": form.cell_norm, "gain_cell": form.cell_norm}
-    return {name: part for name, part in parts.items() if there[name]}
+    if not any(there.values()):
+        return {}
+    total = (shares[0] if shares.shape[0] == 1 else shares.sum(0)).to(dtype)
+    parts = zip(there, torch.split(total, [gates, gates, hidden, hidden]))
+    return {name: part for name, part in parts if there[name]}
 
 
 def _packed(form: Form, cut: Plan, weight: Tensor) -> Tensor:
@@ -195,12 +215,18 @@ def _packed(form: Form, cut: Plan, weight: Tensor) -> Tensor:
 
 
 def _projections(form: Form, xhat: Tensor, weight: Tensor) -> Tensor:
-    """Q = W~' x^ of each statistics group for all steps at once, [T, B, groups, H]."""
-    if form.split == 0:
-        return xhat @ weight
-    sizes = [2 * weight.shape[1], weight.shape[1]] if form.split == 2 else [weight.shape[1]] * form.gates
-    pairs = zip(torch.split(xhat, sizes, -1), torch.split(weight, sizes))
-    return torch.stack([part @ matrix for part, matrix in pairs], 2)
+    """Q = W~' x^ of each statistics group for all steps at once, [groups, T * B, H]."""
+    rows, hidden = xhat.flatten(0, 1), weight.shape[1]
+    with as_cudnn_multiplies(weight.dtype):
+        if form.split == 0:
+            return rows @ weight
+        if form.split == 1:
+            return torch.bmm(rows.view(-1, form.gates, hidden).transpose(0, 1), weight.view(-1, hidden, hidden))
+        q = weight.new_empty(2, rows.shape[0], hidden)
+        sizes = [2 * hidden, hidden]
+        for out, part, matrix in zip(q, torch.split(rows, sizes, 1), torch.split(weight, sizes)):
+            torch.mm(part, matrix, out=out)
+        return q
 
 
 def operands(hist: Tensor, extras: Extras) -> Tensor:
@@ -211,7 +237,7 @@ def operands(hist: Tensor, extras: Extras) -> Tensor:
     return before if extras.drop is None else (before * extras.drop).to(before.dtype)
 
 
-def _through_norm(form: Form, d_y: Tensor, xhat: Tensor, gain: Tensor | None, rstds: Tensor) -> Tensor:
+def _through_norm(form: Form, d_y: Tensor, xhat: Tensor, gain: Given, stats: Tensor) -> Tensor:
     """What the norm passes on to the product."""
     from . import sequence
 
@@ -219,8 +245,9 @@ def _through_norm(form: Form, d_y: Tensor, xhat: Tensor, gain: Tensor | None, rs
     out = torch.empty_like(d_y)
     block = power((form.gates, 1, 2)[form.split] * width // form.gates)
     arguments = {
-        "d_y": d_y, "xhat": xhat, "gain": gain, "rstds": rstds, "out": out, "B": batch, "H": width // form.gates,
-        "eps": form.eps, "G": form.gates, "NS": form.sums, "SPLIT": form.split, "STD": form.std, "BLOCK": block,
+        "d_y": d_y, "xhat": xhat, "gain": gain, "stats": stats, "out": out, "B": batch, "eps": form.eps,
+        "H": width // form.gates, "G": form.gates, "NSTAT": _statistics(form), "SPLIT": form.split, "STD": form.std,
+        "BLOCK": block,
     }  # fmt: skip
     options = {"num_warps": max(1, min(16, block // 512))}
     start(sequence.norm_backward_kernel, (steps * batch, form.statistics), arguments, options)

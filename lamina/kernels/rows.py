@@ -1,4 +1,4 @@
-"""The input side of a recurrence in one operator: W_x x of all steps, normed, centred or as it is, plus a bias.
+"""The input side of a recurrence: W_x x of all steps, normed, centred or as it is, plus biases. And W_h, centred.
 
 A row is W_x x of one step and case. It is cut into *parts*: the groups of gates that share statistics, or, where there
 are none, tiles of columns. A program holds whole parts in registers, so forward is one read and one write. Backward
@@ -8,7 +8,6 @@ shares are summed at the end, in a fixed order. Needs Triton: import it where a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checks import fail, one_of
-from ..reference import EPS_MODES, affine, standardise
 from .forms import power
 from .formulas import inverse_deviation, std_correction, wide
 from .plans import processors
@@ -57,7 +54,7 @@ def _mean(x, ok, n):
 
 @triton.jit(do_not_specialize=["N"])
 def forward_kernel(
-    summed, gain, bias, out, statistics,  # [N, W], [W] or None, [W] or None, [N, W] float32, [2, N, parts]
+    summed, gain, bias, bias_too, out, statistics,  # [N, W], [W] or None thrice, [N, W] float32, [2, N, parts]
     N, W, H, eps,
     GROUPS: tl.constexpr, MODE: tl.constexpr, STD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -83,6 +80,8 @@ def forward_kernel(
         x = x * tl.load(gain + first + columns, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     if bias is not None:
         x = x + tl.load(bias + first + columns, mask=column_ok, other=0.0).to(tl.float32)[None, :]
+    if bias_too is not None:
+        x = x + tl.load(bias_too + first + columns, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     tl.store(out + at, x, mask=ok)
 
 
@@ -189,87 +188,79 @@ def cut(width: int, groups: tuple[int, ...], mode: str, backward: bool) -> Cut:
     return Cut(parts, slices, block, rows, max(4, min(16 if backward else 32, block * rows // (32 * each))))
 
 
-def _constants(groups: Sequence[int], mode: str, eps_mode: str, how: Cut) -> dict[str, Any]:
-    shared = () if mode == "plain" else tuple(groups)
+@cache
+def _constants(groups: tuple[int, ...], mode: str, eps_mode: str, how: Cut) -> dict[str, Any]:
+    shared = () if mode == "plain" else groups
     return {"GROUPS": shared, "MODE": mode, "STD": eps_mode == "std", "ROWS": how.rows, "BLOCK": how.block}
 
 
-def _hidden(width: int, groups: Sequence[int]) -> int:
+def _hidden(width: int, groups: tuple[int, ...]) -> int:
     return width // max(sum(groups), 1)
 
 
-def _forward(
+def statistics_shape(summed: Tensor, groups: tuple[int, ...], mode: str) -> tuple[int, ...]:
+    """Of the mean and rstd of each part, which only "norm" keeps."""
+    return (2, *summed.shape[:-1], len(groups)) if mode == "norm" else (0,)
+
+
+def forward(
     summed: Tensor,
     gain: Tensor | None,
     bias: Tensor | None,
-    groups: Sequence[int],
+    bias_too: Tensor | None,
+    groups: tuple[int, ...],
     mode: str,
     eps: float,
     eps_mode: str,
 ) -> tuple[Tensor, Tensor]:
-    """The result, and for "norm" the mean and rstd of each part, [2, ..., parts]."""
-    out, statistics = _empty_results(summed, groups, mode)
-    count, width = summed.numel() // max(summed.shape[-1], 1), summed.shape[-1]
-    if count > 0:
-        how = cut(width, tuple(groups), mode, False)
-        arguments = {
-            "summed": summed.contiguous(), "gain": _packed(gain), "bias": _packed(bias), "out": out,
-            "statistics": statistics, "N": count, "W": width, "H": _hidden(width, groups), "eps": eps,
-            **_constants(groups, mode, eps_mode, how),
-        }  # fmt: skip
-        start(forward_kernel, (-(-count // how.rows), how.parts), arguments, {"num_warps": how.warps})
+    """What the sequence kernels take as x, [T, B, G*H] float32, from W_x x of all steps, [T, B, G*H] in any dtype.
+
+    "norm" is LN over each group of gates times the gain plus the biases, "centre" takes the mean of each group away,
+    "plain" adds the biases. Beside it the statistics of "norm".
+    """
+    statistics = summed.new_empty(statistics_shape(summed, groups, mode), dtype=torch.float32)
+    if mode == "plain" and bias is None and bias_too is None:
+        return summed.float(), statistics  # nothing to fuse
+    out, width = torch.empty_like(summed, dtype=torch.float32), summed.shape[-1]
+    how, count = cut(width, groups, mode, False), summed.shape[0] * summed.shape[1]
+    arguments = {
+        "summed": summed, "gain": gain, "bias": bias, "bias_too": bias_too, "out": out, "statistics": statistics,
+        "N": count, "W": width, "H": _hidden(width, groups), "eps": eps, **_constants(groups, mode, eps_mode, how),
+    }  # fmt: skip
+    start(forward_kernel, (-(-count // how.rows), how.parts), arguments, {"num_warps": how.warps})
     return out, statistics
 
 
-_rows = torch.library.custom_op("lamina::rows", _forward, mutates_args=())
-
-
-def _empty_results(summed: Tensor, groups: Sequence[int], mode: str) -> tuple[Tensor, Tensor]:
-    kept = (2, *summed.shape[:-1], len(groups)) if mode == "norm" else (0,)
-    return summed.new_empty(summed.shape, dtype=torch.float32), summed.new_empty(kept, dtype=torch.float32)
-
-
-def _packed(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
-
-
-@_rows.register_fake
-def _(
+def backward(
+    d_x: Tensor,
     summed: Tensor,
     gain: Tensor | None,
-    bias: Tensor | None,
-    groups: Sequence[int],
+    statistics: Tensor,
+    groups: tuple[int, ...],
     mode: str,
     eps: float,
     eps_mode: str,
+    has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _empty_results(summed, groups, mode)
+    """d_summed in the dtype of ``summed``, and the gradients of gain and bias that are there, [0-2, W] float32.
 
-
-def _backward(
-    d_x: Tensor, summed: Tensor | None, gain: Tensor | None, statistics: Tensor | None,
-    groups: Sequence[int], mode: str, eps: float, eps_mode: str, has_bias: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """d_summed in ``dtype``, and the gradients of the gain and the bias that are there, [0-2, W] float32."""
-    count, width = d_x.numel() // max(d_x.shape[-1], 1), d_x.shape[-1]
-    d_summed = d_x.new_empty(d_x.shape, dtype=dtype)
-    parameters = (gain is not None) + has_bias
-    if count == 0:
-        return d_summed, d_x.new_zeros((parameters, width), dtype=torch.float32)
-    how = cut(width, tuple(groups), mode, True)
+    ``summed`` is read in mode "norm" only; the others are linear.
+    """
+    count, width, parameters = d_x.shape[0] * d_x.shape[1], d_x.shape[-1], (gain is not None) + has_bias
+    if mode == "plain" and not has_bias:
+        return d_x.to(summed.dtype), d_x.new_empty((0, width), dtype=torch.float32)
+    how = cut(width, groups, mode, True)
     programs = _programs(d_x.device, how, -(-count // how.rows))
+    d_summed = torch.empty_like(d_x, dtype=summed.dtype)
     shares = d_x.new_empty((parameters, programs, width), dtype=torch.float32)
     arguments = {
-        "d_x": d_x.contiguous(), "summed": _packed(summed), "gain": _packed(gain), "statistics": statistics,
-        "d_summed": d_summed, "shares": shares, "N": count, "W": width, "H": _hidden(width, groups), "eps": eps,
+        "d_x": d_x, "summed": summed, "gain": gain, "statistics": statistics, "d_summed": d_summed, "shares": shares,
+        "N": count, "W": width, "H": _hidden(width, groups), "eps": eps,
         "turns": -(-count // (how.rows * programs)), "HAS_BIAS": has_bias, "SLICES": how.slices,
         **_constants(groups, mode, eps_mode, how),
     }  # fmt: skip
-    start(backward_kernel, (programs, how.parts * how.slices), arguments, {"num_warps": how.warps} | _two_at_once(how))
+    start(backward_kernel, (programs, how.parts * how.slices), arguments, _options(how))
     return d_summed, shares.sum(1)
-
-
-_rows_backward = torch.library.custom_op("lamina::rows_backward", _backward, mutates_args=())
 
 
 def _programs(device: torch.device, how: Cut, tiles: int) -> int:
@@ -280,128 +271,43 @@ def _programs(device: torch.device, how: Cut, tiles: int) -> int:
     return max(1, min(at_once // (how.parts * how.slices), tiles))
 
 
-def _two_at_once(how: Cut) -> dict[str, Any]:
-    """Keep the compiler from taking registers that the second program of a multiprocessor needs."""
-    return {"maxnreg": 128} if how.warps == 8 else {}
+@cache
+def _options(how: Cut) -> dict[str, Any]:
+    """With 8 warps, keep the compiler from taking registers that the second program of a multiprocessor needs."""
+    return {"num_warps": how.warps} | ({"maxnreg": 128} if how.warps == 8 else {})
 
 
-@_rows_backward.register_fake
-def _(
-    d_x: Tensor, summed: Tensor | None, gain: Tensor | None, statistics: Tensor | None,
-    groups: Sequence[int], mode: str, eps: float, eps_mode: str, has_bias: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    parameters = (gain is not None) + has_bias
-    return d_x.new_empty(d_x.shape, dtype=dtype), d_x.new_empty((parameters, d_x.shape[-1]), dtype=torch.float32)
+@triton.jit
+def centre_kernel(
+    weight, out,  # [G*H, H] twice
+    W, H,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one group of rows, less their means: read twice, the second time from L2."""
+    first, n = _part(W, H, GROUPS, COLUMNS, 1)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.arange(0, ROWS)
+    at = wide(first + rows)[:, None] * H + columns[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for begin in range(0, n, ROWS):
+        ok = (begin + rows < n)[:, None] & (columns < H)[None, :]
+        total += tl.load(weight + wide(begin) * H + at, mask=ok, other=0.0).to(tl.float32)
+    mean = (tl.sum(total, 0) / n)[None, :]
+    for begin in range(0, n, ROWS):
+        ok = (begin + rows < n)[:, None] & (columns < H)[None, :]
+        x = tl.load(weight + wide(begin) * H + at, mask=ok, other=0.0).to(tl.float32)
+        tl.store(out + wide(begin) * H + at, (x - mean).to(out.dtype.element_ty), mask=ok)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    summed, gain, bias, *rest = inputs
-    normed = rest[1] == "norm"  # the other modes are linear: nothing of the forward pass is needed
-    ctx.save_for_backward(summed if normed else None, gain, output[1] if normed else None)
-    ctx.rest, ctx.dtype, ctx.bias_dtype = rest, summed.dtype, None if bias is None else bias.dtype
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+def centred(weight: Tensor, groups: tuple[int, ...]) -> Tensor:
+    """Rows less the mean of their normalised group, so that W h has mean 0.
 
-
-def _gradients(ctx: Any, d_x: Tensor, backward: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor | None, ...]:
-    summed, gain, statistics = ctx.saved_tensors
-    has_bias = ctx.bias_dtype is not None
-    d_summed, d_parameters = backward(d_x, summed, gain, statistics, *ctx.rest, has_bias, ctx.dtype)
-    d_gain = None if gain is None else d_parameters[0].to(gain.dtype)
-    d_bias = d_parameters[-1].to(ctx.bias_dtype) if has_bias else None
-    return d_summed, d_gain, d_bias, None, None, None, None
-
-
-def _operator_gradients(ctx: Any, d_x: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, d_x, _rows_backward)
-
-
-_rows.register_autograd(_operator_gradients, setup_context=_keep)
-
-
-class Rows(torch.autograd.Function):
-    """The same without torch's dispatcher: there and back that costs the host some 100 us, often more than the work."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _forward(*inputs)
-        _keep(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, d_x: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Recording (create_graph) is the operator's: it knows its own derivative.
-        return _gradients(ctx, d_x, _rows_backward if torch.is_grad_enabled() else _backward)
-
-
-def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    d_x, summed, gain, _, *rest = inputs
-    ctx.save_for_backward(d_x, summed, gain)
-    ctx.rest = rest
-
-
-def _backward_again(ctx: Any, dd_summed: Tensor, dd_parameters: Tensor) -> tuple[Tensor | None, ...]:
-    """Second derivatives, which nobody needs fast: autograd's, of the same function written in torch."""
-    groups, mode, eps, eps_mode, has_bias, dtype = ctx.rest
-    d_x, summed, gain = ctx.saved_tensors
-    with torch.enable_grad():
-        d, x = _leaf(d_x), _leaf(torch.zeros_like(d_x, dtype=dtype) if summed is None else summed)
-        gain = None if gain is None else _leaf(gain)
-        bias = _leaf(d.new_zeros(d.shape[-1])) if has_bias else None
-        out = _composed(x, gain, bias, groups, mode, eps, eps_mode)
-        given = [t for t in (x, gain, bias) if t is not None]
-        found = torch.autograd.grad(out, given, d.float(), create_graph=True)
-        wanted = [t for t in (d, x, gain) if t is not None]
-        again = torch.autograd.grad(found, wanted, [dd_summed, *dd_parameters], allow_unused=True, create_graph=True)
-    return again[0], None if summed is None else again[1], None if gain is None else again[2], *[None] * 7
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """The tensor as a point where gradients end, whatever it was made from; it can still be differentiated."""
-    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
-
-
-def _composed(
-    summed: Tensor,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    groups: Sequence[int],
-    mode: str,
-    eps: float,
-    eps_mode: str,
-) -> Tensor:
-    x = summed.float()
-    if mode != "plain":
-        parts = torch.split(x, [g * _hidden(x.shape[-1], groups) for g in groups], -1)
-        x = torch.cat(
-            [standardise(p, (-1,), eps, eps_mode) if mode == "norm" else p - p.mean(-1, True) for p in parts], -1
-        )
-    return affine(x, gain, bias)
-
-
-_rows_backward.register_autograd(_backward_again, setup_context=_keep_backward)
-
-
-def prepare(
-    summed: Tensor,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    groups: tuple[int, ...],
-    mode: str,
-    eps: float,
-    eps_mode: str,
-) -> Tensor:
-    """What the sequence kernels take as x, [T, B, G*H] float32, from W_x x of all steps, [T, B, G*H] in any dtype.
-
-    "norm" is LN over each group of gates times the gain plus the bias, "centre" takes the mean of each group away,
-    "plain" adds the bias.
+    No gradient is centred in turn: that of the product has mean 0 over the group, so W's has it too.
     """
-    one_of("mode", mode, MODES)
-    one_of("eps_mode", eps_mode, EPS_MODES)
-    if (gain is not None and mode != "norm") or (bias is not None and mode == "centre"):
-        raise fail(f"mode {mode!r} has no use for it", "a gain or a bias", "Pass None, or choose mode 'norm'.")
-    if mode == "plain" and bias is None:
-        return summed.float()  # nothing to fuse
-    run = _rows if torch.compiler.is_compiling() else Rows.apply
-    out: Tensor = run(summed, gain, bias, groups, mode, eps, eps_mode)[0]
+    out, hidden, columns = torch.empty_like(weight), weight.shape[1], 16  # many programs; 32 bytes a row at least
+    arguments = {
+        "weight": weight, "out": out, "W": weight.shape[0], "H": hidden, "GROUPS": groups, "ROWS": 256,
+        "COLUMNS": columns,
+    }  # fmt: skip
+    start(centre_kernel, (-(-hidden // columns), len(groups)), arguments, {"num_warps": 8})
     return out

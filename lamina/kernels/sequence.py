@@ -2,10 +2,13 @@
 
 Layout. Batch rows are cut into tiles of BM; a *group* of P programs serves one tile, and each of them, a *member*,
 owns BU hidden units with all their gates, so gates and states never leave it. What travels between members each step
-is the new h and a few sums per row for the norms. Sums travel as words that carry their step's number, so a reader
-polls the word itself: one trip through L2, no fence. h (backward: the shares of dL/dh) is written, the group's counter
-raised, and read past the L1 cache once all have arrived. Weights stay in shared memory for all steps where they fit
-(RESIDENT) and are read from L2 each step where they do not.
+is the new h (backward: shares of dL/dh) and a few sums per row for the norms, as ``exchange`` has it. Weights stay in
+shared memory for all steps where they fit (RESIDENT) and are read from L2 each step where they do not.
+
+Words and shares lie twice, by the parity of the step, and are 0 at first, which is no exchange's number. Twice is
+enough: every step ends with something that each member reads from all (h, or shares and sums). A member writes to the
+place of step t again in step t + 2; it has then read the end of step t + 1 from all, so all had begun t + 1 and had
+read everything of t. A thread is never a step behind its program: each step has barriers for other reasons.
 
 Tensors inside are [gates, units, rows], units x rows = BU x BM; the product is W [gates*units, K] times h' [K, rows],
 which is the shape Hopper's matrix unit wants. GRU's three gates are padded to four.
@@ -22,6 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .exchange import aligned, as_bits, come_shares, come_states, come_words, send, share, state_bits, tag, word
 from .formulas import (
     GRU,
     LSTM,
@@ -47,7 +51,7 @@ from .formulas import (
 
 # A new batch size, length or stride compiles nothing.
 COUNTS = [
-    "T", "B", "P", "groups", "first", "keep_h_t", "keep_h_b", "keep_h_u", "keep_c_t", "keep_c_b", "keep_c_u",
+    "T", "B", "groups", "first", "keep_h_t", "keep_h_b", "keep_h_u", "keep_c_t", "keep_c_b", "keep_c_u",
 ]  # fmt: skip
 
 
@@ -63,40 +67,6 @@ def _as_operand(x, like, PRECISION: tl.constexpr):
     if (like == tl.float32) & (PRECISION == "tf32"):
         x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     return x
-
-
-@triton.jit
-def _arrive(counter, SOLO: tl.constexpr):
-    """What this program has written before is there for whoever waits."""
-    tl.debug_barrier()
-    if not SOLO:
-        tl.atomic_add(counter, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def _wait(counter, arrivals, SOLO: tl.constexpr):
-    """Until the group's members have arrived ``arrivals`` times in all."""
-    if SOLO:
-        tl.debug_barrier()
-    else:
-        while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < arrivals:
-            pass
-
-
-@triton.jit
-def _word(value, number):
-    """A float32 and the number of the exchange it belongs to, in 64 bits: written and read as one."""
-    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    return bits | (wide(number) << 32)
-
-
-@triton.jit
-def _polled(words, ok, number):
-    """The values at ``words`` once all of them belong to exchange ``number``."""
-    got = tl.load(words, mask=ok, other=0, volatile=True)
-    while tl.min(tl.where(ok, got >> 32, number)) < number:
-        got = tl.load(words, mask=ok, other=0, volatile=True)
-    return tl.where(ok, got.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
 
 
 @triton.jit
@@ -147,19 +117,30 @@ def _group_width(H, G: tl.constexpr, SPLIT: tl.constexpr, NS: tl.constexpr):
 
 
 @triton.jit
-def _summed_over_members(words, mine, member, number, P, P2: tl.constexpr, N: tl.constexpr, SOLO: tl.constexpr):
+def _from_members(words, number, P: tl.constexpr, P2: tl.constexpr, N: tl.constexpr, SPIN: tl.constexpr,
+                  WARPS: tl.constexpr):  # fmt: skip
+    """What every member has published in words [P, N], [P2, N]; 0 beyond the last member."""
+    p = tl.arange(0, P2)
+    at = words + tl.minimum(p, P - 1)[:, None] * N + tl.arange(0, N)[None, :]
+    values = come_words(tl.load(at, volatile=True), at, number, SPIN, WARPS)
+    return values if P == P2 else tl.where((p < P)[:, None], values, 0.0)
+
+
+@triton.jit
+def _summed_over_members(words, mine, member, number, P: tl.constexpr, P2: tl.constexpr, N: tl.constexpr,
+                         SOLO: tl.constexpr, SPIN: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
     """The sum over members of ``mine`` [N], always in the same order."""
     if SOLO:
         return mine
     else:
-        n, p = tl.arange(0, N), tl.arange(0, P2)
-        tl.store(words + member * N + n, _word(mine, number))
-        return tl.sum(_polled(words + p[:, None] * N + n[None, :], (p < P)[:, None] & (n >= 0)[None, :], number), 0)
+        tl.store(words + member * N + tl.arange(0, N), word(mine, number))
+        return tl.sum(_from_members(words, number, P, P2, N, SPIN, WARPS), 0)
 
 
 @triton.jit
-def _moments(words, c, own, count, member, number, H, P, P2: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
-             SOLO: tl.constexpr):  # fmt: skip
+def _moments(words, c, own, count, member, number, H: tl.constexpr, P: tl.constexpr, P2: tl.constexpr,
+             BU: tl.constexpr, BM: tl.constexpr, SOLO: tl.constexpr, SPIN: tl.constexpr,
+             WARPS: tl.constexpr):  # fmt: skip
     """Mean and variance of each row of c over all members' units, from one exchange.
 
     Members publish their own mean and squared deviations; merged as Chan et al. do, nothing cancels.
@@ -170,11 +151,11 @@ def _moments(words, c, own, count, member, number, H, P, P2: tl.constexpr, BU: t
     if SOLO:
         return mean, squares / H
     else:
-        n, p = tl.arange(0, 2 * BM), tl.arange(0, P2)
-        tl.store(words + member * (2 * BM) + n, _word(tl.reshape(tl.join(mean, squares), (2 * BM,)), number))
-        ok = (p < P)[:, None] & (n >= 0)[None, :]
-        got = _polled(words + p[:, None] * (2 * BM) + n[None, :], ok, number)
+        both = tl.reshape(tl.join(mean, squares), (2 * BM,))
+        tl.store(words + member * (2 * BM) + tl.arange(0, 2 * BM), word(both, number))
+        got = _from_members(words, number, P, P2, 2 * BM, SPIN, WARPS)
         means, within = tl.split(tl.reshape(got, (P2, BM, 2)))
+        p = tl.arange(0, P2)
         counts = 1.0 * tl.where(p < P, tl.minimum(H - p * BU, BU), 0)[:, None]
         total = tl.sum(means * counts, 0) / H
         away = means - total[None, :]
@@ -182,13 +163,13 @@ def _moments(words, c, own, count, member, number, H, P, P2: tl.constexpr, BU: t
 
 
 @triton.jit
-def _operand(hist, initial, drop, restart, rows, k, B, H, HAS_RESETS: tl.constexpr, HAS_DROP: tl.constexpr):
-    """h' for the product, [BM, K]."""
-    ok = (rows < B)[:, None] & (k < H)[None, :]
+def _operand(h, initial, drop, restart, rows, row_ok, k, H: tl.constexpr, HAS_RESETS: tl.constexpr,
+             HAS_DROP: tl.constexpr):  # fmt: skip
+    """h' for the product, [BM, K], from h as it has come; ``initial`` is the first h, which all have seen."""
+    ok = row_ok[:, None] & (k < H)[None, :]
     at = rows[:, None] * H + k[None, :]
-    h = tl.load(hist + at, mask=ok, other=0.0, cache_modifier=".cg")
     if HAS_RESETS:
-        h = tl.where(restart[:, None], tl.load(initial + at, mask=ok, other=0.0), h)
+        h = tl.where(restart[:, None], tl.load(initial + at, mask=ok, other=0.0, cache_modifier=".cg"), h)
     if HAS_DROP:
         h = (h * tl.load(drop + at, mask=ok, other=0.0)).to(h.dtype)
     return h
@@ -197,20 +178,21 @@ def _operand(hist, initial, drop, restart, rows, k, B, H, HAS_RESETS: tl.constex
 @triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     x, weight, gain, bias, gain_cell, bias_cell,  # [T, B, G*H], [G*H, H], [G*H], [G*H], [H], [H]
-    hist, c_hist,  # [T+1, B, H], the first entry given; hist in the product's dtype, c_hist float32
-    h_first,  # [B, H] float32
-    xhat, rstds, cell_mean, cell_rstd,  # kept for backward: [T, B, G*H], [T, NS, B], [T, B], [T, B]
-    sums, moments, counters,  # exchange, all 0 at first: [2, groups, P, NS*BM], [2, groups, P, 2*BM], [groups]
+    h_first, c_first,  # [B, H]
+    hist, c_hist,  # [T+1, B, H]; hist in the product's dtype, NOT_YET where members wait for it; c_hist float32
+    h_last, c_last,  # [B, H]
+    xhat, stats,  # kept for backward: [T, B, G*H], [T, NS (2 more for a cell norm), B]
+    exchange,  # words, all 0 at first: of sums [2, groups, P, NS*BM], of moments [2, groups, P, 2*BM]
     lengths, resets, keep_h, keep_c, drop,  # [B], [T, B], [T, B, H] or strides 0, [B, H]
     keep_h_t, keep_h_b, keep_h_u, keep_c_t, keep_c_b, keep_c_u,  # strides
-    T, B, H, P, groups, first, eps,  # first: the tile of rows that this launch's first group serves
+    T, B, groups, first, eps,  # first: the tile of rows that this launch's first group serves
     CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
-    RELU: tl.constexpr, STD: tl.constexpr, TRAIN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BIAS_CELL: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_RESETS: tl.constexpr, HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr,
-    HAS_DROP: tl.constexpr,
-    G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, K: tl.constexpr, NK: tl.constexpr,
-    P2: tl.constexpr, RESIDENT: tl.constexpr, SOLO: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    RELU: tl.constexpr, STD: tl.constexpr, TRAIN: tl.constexpr, HAS_H: tl.constexpr, HAS_C: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_BIAS_CELL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_RESETS: tl.constexpr,
+    HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr, HAS_DROP: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
+    K: tl.constexpr, NK: tl.constexpr, P2: tl.constexpr, RESIDENT: tl.constexpr, SOLO: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPIN: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One group of programs walks its tile of rows through all T steps."""
     group, member = tl.program_id(0) // P, tl.program_id(0) % P
@@ -226,11 +208,11 @@ def forward_kernel(
     at = rows[None, :] * H + units[:, None]
     groups_of = tl.arange(0, NS)[:, None]
     step_gates, step_units = wide(B) * G * H, wide(B) * H
-    counter = counters + group
-    arrivals = 0
-    sums += group * P * NS * BM
-    moments += group * P * 2 * BM
+    seen_rows = tl.minimum(rows, B - 1)  # rows beyond the batch wait for what comes
+    NSTAT: tl.constexpr = (NS if SITE != NOWHERE else 0) + (2 if CELL_NORM else 0)
     sums_turn, moments_turn = groups * P * NS * BM, groups * P * 2 * BM
+    sums = exchange + group * P * NS * BM
+    moments = exchange + 2 * sums_turn + group * P * 2 * BM
 
     # Row r of this member's weights is gate r // BU of unit r % BU.
     r = tl.arange(0, GP * BU)
@@ -256,12 +238,15 @@ def forward_kernel(
         own_bias = tl.zeros((BU, 1), tl.float32)
         if HAS_BIAS_CELL:
             own_bias = tl.load(bias_cell + units, mask=unit_ok, other=0.0).to(tl.float32)[:, None]
-    h = tl.load(h_first + at, mask=own, other=0.0).to(tl.float32)
-    h_start = h
-    c = tl.zeros((BU, BM), tl.float32)
+    h, c = tl.zeros((BU, BM), tl.float32), tl.zeros((BU, BM), tl.float32)
+    if HAS_H:
+        h = tl.load(h_first + at, mask=own, other=0.0).to(tl.float32)
+    if HAS_C:
+        c = tl.load(c_first + at, mask=own, other=0.0).to(tl.float32)
+    h_start, c_start = h, c
+    tl.store(as_bits(hist) + at, state_bits(h, hist.dtype.element_ty), mask=own)
     if CELL == LSTM:
-        c = tl.load(c_hist + at, mask=own, other=0.0)
-    c_start = c
+        tl.store(c_hist + at, c, mask=own)
     count = 1.0 * tl.minimum(H - member * BU, BU)
     if HAS_LENGTHS:
         length = tl.load(lengths + rows, mask=row_ok, other=0)
@@ -278,20 +263,27 @@ def forward_kernel(
         # The product.
         hist_t = hist + t * step_units
         y = tl.zeros((GP * BU, BM), tl.float32)
+        if SOLO:
+            tl.debug_barrier()  # what other threads of this program have stored is there
         if RESIDENT:
-            before = ()
-            for part in tl.static_range(NK + AHEAD):  # loads leave AHEAD products before they are waited for
-                if part < NK:
-                    old = _operand(hist_t, hist, drop, restart, rows, part * K + k, B, H, HAS_RESETS, HAS_DROP)
-                    before = before + (old,)
-                if part >= AHEAD:
-                    old = _as_operand(before[part - AHEAD], weight.dtype.element_ty, PRECISION)
-                    y = tl.dot(w[part - AHEAD], tl.trans(old), y, input_precision=PRECISION)
+            come = come_states(hist_t, seen_rows, H - 1, H, K, NK, H // K, SOLO, SPIN, WARPS)
+            for part in tl.static_range(NK):
+                old = _operand(come[part], hist, drop, restart, rows, row_ok, part * K + k, H, HAS_RESETS, HAS_DROP)
+                old = _as_operand(old, weight.dtype.element_ty, PRECISION)
+                y = tl.dot(w[part], tl.trans(old), y, input_precision=PRECISION)
         else:
+            WHOLE: tl.constexpr = aligned(H, hist.dtype.element_ty, 128)
+            if WHOLE and not SOLO:  # all that is loaded ahead of its product must have come
+                come_states(hist_t, seen_rows, H - 1, H, triton.next_power_of_2(H), 1, 0, SOLO, SPIN, WARPS)
             for begin in tl.range(0, H, K, num_stages=STAGES):
                 piece = tl.load(at_weight[:, None] + (begin + k)[None, :],
                                 mask=r_ok[:, None] & (begin + k < H)[None, :], other=0.0)  # fmt: skip
-                old = _operand(hist_t, hist, drop, restart, rows, begin + k, B, H, HAS_RESETS, HAS_DROP)
+                if WHOLE:
+                    old = tl.load(hist_t + rows[:, None] * H + (begin + k)[None, :], cache_modifier=".cg",
+                                  mask=row_ok[:, None] & (begin + k < H)[None, :], other=0.0)  # fmt: skip
+                else:  # loaded ahead, small pieces would go through L1, which does not see what others write
+                    old = come_states(hist_t + begin, seen_rows, H - 1 - begin, H, K, 1, 0, SOLO, SPIN, WARPS)[0]
+                old = _operand(old, hist, drop, restart, rows, row_ok, begin + k, H, HAS_RESETS, HAS_DROP)
                 old = _as_operand(old, weight.dtype.element_ty, PRECISION)
                 piece = _as_operand(piece, weight.dtype.element_ty, PRECISION)
                 y = tl.dot(piece, tl.trans(old), y, input_precision=PRECISION)
@@ -302,7 +294,8 @@ def forward_kernel(
             y3 += x3
         if SITE != NOWHERE:
             mine = _row_sums(y3, y3, SPLIT, GP, BU, BM)
-            total = _summed_over_members(sums + turn * sums_turn, mine, member, t + 1, P, P2, NS * BM, SOLO)
+            total = _summed_over_members(sums + turn * sums_turn, mine, member, t + 1, P, P2, NS * BM, SOLO,
+                                         SPIN, WARPS)  # fmt: skip
             inverse = inverse_deviation(tl.reshape(total, (NS, BM)) / width, eps, STD)
             y3 = y3 * _for_gates(inverse, SPLIT, GP, BM)[:, None, :]
         normed = y3
@@ -321,9 +314,8 @@ def forward_kernel(
             c = f * c_old + i * g
             seen = c
             if CELL_NORM:
-                mean, var = _moments(
-                    moments + turn * moments_turn, c, own, count, member, t + 1, H, P, P2, BU, BM, SOLO
-                )
+                mean, var = _moments(moments + turn * moments_turn, c, own, count, member, t + 1, H, P, P2, BU, BM,
+                                     SOLO, SPIN, WARPS)  # fmt: skip
                 rstd = inverse_deviation(var, eps, STD)
                 seen = (c - mean[None, :]) * rstd[None, :] * own_gain + own_bias
             h = o * tanh(seen)
@@ -357,30 +349,32 @@ def forward_kernel(
             going = (t < length)[None, :]
             h = tl.where(going, h, h_old)
             c = tl.where(going, c, c_old)
-        tl.store(hist + (t + 1) * step_units + at, h.to(hist.dtype.element_ty), mask=own)
-        _arrive(counter, SOLO)
-        arrivals += P
+        tl.store(as_bits(hist) + (t + 1) * step_units + at, state_bits(h, hist.dtype.element_ty), mask=own)
         # What nobody waits for comes after: stores for backward, and the next step's input.
+        x3 = tl.load(x + (t + 1) * step_gates + at_gates, mask=own_gates & (t + 1 < T), other=0.0).to(tl.float32)
         if CELL == LSTM:
             tl.store(c_hist + (t + 1) * step_units + at, c, mask=own)
         if TRAIN:
             tl.store(xhat + t * step_gates + at_gates, normed.to(xhat.dtype.element_ty), mask=own_gates)
             if member == 0:
+                kept = stats + wide(t) * NSTAT * B + rows
                 if SITE != NOWHERE:
-                    tl.store(rstds + (t * NS + groups_of) * B + rows[None, :], inverse, mask=row_ok[None, :])
+                    tl.store(kept[None, :] + groups_of * B, inverse, mask=row_ok[None, :])
                 if CELL_NORM:
-                    tl.store(cell_mean + t * B + rows, mean, mask=row_ok)
-                    tl.store(cell_rstd + t * B + rows, rstd, mask=row_ok)
-        x3 = tl.load(x + (t + 1) * step_gates + at_gates, mask=own_gates & (t + 1 < T), other=0.0).to(tl.float32)
-        _wait(counter, arrivals, SOLO)
+                    tl.store(kept + (NSTAT - 2) * B, mean, mask=row_ok)
+                    tl.store(kept + (NSTAT - 1) * B, rstd, mask=row_ok)
+    tl.store(h_last + at, h.to(h_last.dtype.element_ty), mask=own)
+    if CELL == LSTM:
+        tl.store(c_last + at, tl.where(own, c, 0.0).to(c_last.dtype.element_ty), mask=own)
 
 
 @triton.jit
 def _recalled(
-    t, x, xhat, rstds, hist, c_hist, cell_mean, cell_rstd, d_hist, resets, gain3, bias3, own_gain, own_bias, h_start,
-    c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units,
+    t, x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias, h_start, c_start, at, at_gates,
+    own, own_gates, rows, row_ok, B, step_gates, step_units,
     CELL: tl.constexpr, SITE: tl.constexpr, CELL_NORM: tl.constexpr, RELU: tl.constexpr, HAS_RESETS: tl.constexpr,
-    GP: tl.constexpr, NS: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
+    HAS_D_OUT: tl.constexpr, GP: tl.constexpr, NS: tl.constexpr, NSTAT: tl.constexpr, BU: tl.constexpr,
+    BM: tl.constexpr,
 ):  # fmt: skip
     """A step's activations, made anew from what forward kept; none of it waits for another program.
 
@@ -390,13 +384,15 @@ def _recalled(
     """
     normed = tl.load(xhat + t * step_gates + at_gates, mask=own_gates, other=0.0).to(tl.float32)
     x3 = tl.load(x + t * step_gates + at_gates, mask=own_gates, other=0.0).to(tl.float32)
-    dh_here = tl.load(d_hist + (t + 1) * step_units + at, mask=own, other=0.0).to(tl.float32)
     inverse, rstd = tl.zeros((NS, BM), tl.float32), tl.zeros((BM,), tl.float32)
     restart = row_ok & False
     zero = tl.zeros((BU, BM), tl.float32)
+    dh_here = zero
+    if HAS_D_OUT:
+        dh_here = tl.load(d_out + t * step_units + at, mask=own, other=0.0).to(tl.float32)
+    kept = stats + wide(t) * NSTAT * B + rows
     if SITE != NOWHERE:
-        at_rstd = (t * NS + tl.arange(0, NS)[:, None]) * B + rows[None, :]
-        inverse = tl.load(rstds + at_rstd, mask=row_ok[None, :], other=0.0)
+        inverse = tl.load(kept[None, :] + tl.arange(0, NS)[:, None] * B, mask=row_ok[None, :], other=0.0)
     if HAS_RESETS:
         restart = tl.load(resets + t * B + rows, mask=row_ok, other=0) != 0
     y3 = normed
@@ -414,8 +410,8 @@ def _recalled(
         centred = f * c_old + i * g
         seen = centred
         if CELL_NORM:
-            mean = tl.load(cell_mean + t * B + rows, mask=row_ok, other=0.0)
-            rstd = tl.load(cell_rstd + t * B + rows, mask=row_ok, other=0.0)
+            mean = tl.load(kept + (NSTAT - 2) * B, mask=row_ok, other=0.0)
+            rstd = tl.load(kept + (NSTAT - 1) * B, mask=row_ok, other=0.0)
             centred = (centred - mean[None, :]) * rstd[None, :]
             seen = centred * own_gain + own_bias
         return i, f, g, o, c_old, centred, tanh(seen), normed, inverse, rstd, dh_here, restart
@@ -438,29 +434,61 @@ def _recalled(
 
 
 @triton.jit
-def _gathered(partials, sums, q, scale, drop, rows, units, own, H, P,
-              DEFER: tl.constexpr, SPLIT: tl.constexpr, HAS_DROP: tl.constexpr, NS: tl.constexpr,
-              NQ: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, P2: tl.constexpr, PC: tl.constexpr):  # fmt: skip
-    """dL/dh' of the own units [BU, BM]: every member's share of W~' dy, less s Q for each statistics group (DEFER)."""
-    n = tl.arange(0, BU * BM)
+def _send_shares(place, result, number, begin, K: tl.constexpr, P: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
+                 WIDE: tl.constexpr, SPIN: tl.constexpr):  # fmt: skip
+    """This member's shares of dL/dh' of K units [K, BM] to the units' members, at [reader, writer, unit, row]."""
+    NB: tl.constexpr = BM if WIDE else BM // 2  # 64 bits each
+    unit = begin + tl.arange(0, K)
+    at = place + (unit // BU * (P * BU * NB) + unit % BU * NB)[:, None] + tl.arange(0, NB)[None, :]
+    ok = (unit < P * BU)[:, None] & (tl.arange(0, NB) >= 0)[None, :]
+    if WIDE:
+        send(at, result.to(tl.int32, bitcast=True), number + tl.zeros((K, NB), tl.int32), ok, SPIN)
+    else:
+        low, high = tl.split(tl.reshape(share(result, tag(number)), (K, NB, 2)))
+        send(at, low, high, ok, SPIN)
+
+
+@triton.jit
+def _shares_for(place, number, P: tl.constexpr, PC: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
+                WIDE: tl.constexpr, SPIN: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+    """The sum of all members' shares of the own units, [BU, BM]."""
+    NP: tl.constexpr = (P + PC - 1) // PC
+    SIZE: tl.constexpr = BU * BM if WIDE else BU * BM // 2  # 64 bits each
+    p, n = tl.arange(0, PC), tl.arange(0, SIZE)
+    got, at = (), ()
+    for part in tl.static_range(NP):
+        member = part * PC + p if (part + 1) * PC <= P else tl.minimum(part * PC + p, P - 1)
+        here = place + member[:, None] * SIZE + n[None, :]
+        got, at = got + (tl.load(here, volatile=True),), at + (here,)
     total = tl.zeros((BU * BM,), tl.float32)
-    for begin in tl.range(0, P, PC, num_stages=1):
-        p = begin + tl.arange(0, PC)
-        parts = tl.load(partials + p[:, None] * (BU * BM) + n[None, :], mask=(p < P)[:, None], other=0.0,
-                        cache_modifier=".cg")  # fmt: skip
-        total += tl.sum(parts.to(tl.float32), 0)
-    dh = tl.reshape(total, (BU, BM))
+    for part in tl.static_range(NP):
+        if WIDE:
+            values = come_words(got[part], at[part], number, SPIN, WARPS)
+        else:
+            low, high = come_shares(got[part], at[part], tag(number), SPIN, WARPS)
+            values = tl.reshape(tl.join(low, high), (PC, BU * BM))
+        if (part + 1) * PC > P:
+            values = tl.where((part * PC + p < P)[:, None], values, 0.0)
+        total += tl.sum(values, 0)
+    return tl.reshape(total, (BU, BM))
+
+
+@triton.jit
+def _gathered(shares, sums, q, q_turn, scale, drop, rows, units, own, number, H: tl.constexpr, P: tl.constexpr,
+              DEFER: tl.constexpr, SPLIT: tl.constexpr, HAS_DROP: tl.constexpr, NS: tl.constexpr,
+              NQ: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, P2: tl.constexpr, PC: tl.constexpr,
+              WIDE: tl.constexpr, SPIN: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+    """dL/dh' of the own units [BU, BM]: every member's share of W~' dy, less s Q for each statistics group (DEFER)."""
+    dh = _shares_for(shares, number, P, PC, BU, BM, WIDE, SPIN, WARPS)
     if DEFER:
-        p, m = tl.arange(0, P2), tl.arange(0, NS * BM)
-        s = tl.load(sums + p[:, None] * (NS * BM) + m[None, :], mask=(p < P)[:, None], other=0.0, cache_modifier=".cg")
-        s = tl.sum(s, 0)
+        s = tl.sum(_from_members(sums, number, P, P2, NS * BM, SPIN, WARPS), 0)
         s = tl.reshape(s, (NS, BM)) * scale
         if SPLIT == TOGETHER:
             q2 = tl.load(q + rows[None, :] * H + units[:, None], mask=own, other=0.0).to(tl.float32)
             dh -= q2 * s
         else:
             each = tl.arange(0, NS)[:, None, None]
-            at = (rows[None, None, :] * NQ + each) * H + units[None, :, None]
+            at = each * q_turn + rows[None, None, :] * H + units[None, :, None]
             q3 = tl.load(q + at, mask=(each < NQ) & own[None, :, :], other=0.0).to(tl.float32)
             dh -= tl.sum(q3 * s[:, None, :], 0)
     if HAS_DROP:
@@ -471,23 +499,24 @@ def _gathered(partials, sums, q, scale, drop, rows, units, own, H, P,
 @triton.jit(do_not_specialize=COUNTS)
 def backward_kernel(
     x, weight, gain, bias, gain_cell, bias_cell,  # weight: W~ if RESIDENT, else W~' by member, [P, P*BU, GP*BU]
-    hist, c_hist, h_first, xhat, rstds, cell_mean, cell_rstd,
-    q,  # [T, B, groups of gates, H]
-    d_hist, d_c,  # [T+1, B, H], [B, H]
+    h_first, hist, c_hist, xhat, stats,  # as forward has them
+    q,  # [groups of gates, T, B, H]
+    d_out, d_h, d_c,  # [T, B, H], [B, H], [B, H]
     d_x, d_y,  # [T, B, G*H]: to x and to the normalised product; one tensor where they are alike
-    d_h_first, d_c_first,  # [B, H]
+    d_first,  # [2, B, H]: to the first h and c
     shares,  # [tiles, 2*G*H + 2*H]: of the gradients of bias, gain, bias_cell and gain_cell
-    partials, sums, cell_sums, counters,  # exchange; the last two all 0 at first
+    exchange,  # all 0 at first: words [2, groups, P, 2*BM] and [2, groups, P, NS*BM], shares [2, groups, P, P, BU*BM]
     lengths, resets, keep_h, keep_c, drop,
     keep_h_t, keep_h_b, keep_h_u, keep_c_t, keep_c_b, keep_c_u,
-    T, B, H, P, groups, first, eps,  # first: the tile of rows that this launch's first group serves
+    T, B, groups, first, eps,  # first: the tile of rows that this launch's first group serves
     CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
-    RELU: tl.constexpr, STD: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BIAS_CELL: tl.constexpr, HAS_D_C: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_RESETS: tl.constexpr, HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr,
-    HAS_DROP: tl.constexpr,
-    G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, K: tl.constexpr, NK: tl.constexpr,
-    P2: tl.constexpr, PC: tl.constexpr, RESIDENT: tl.constexpr, SOLO: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, DEFER: tl.constexpr,
+    RELU: tl.constexpr, STD: tl.constexpr, HAS_H: tl.constexpr, HAS_D_OUT: tl.constexpr, HAS_D_H: tl.constexpr,
+    HAS_D_C: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BIAS_CELL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    HAS_RESETS: tl.constexpr, HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr, HAS_DROP: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
+    K: tl.constexpr, NK: tl.constexpr, P2: tl.constexpr, PC: tl.constexpr, RESIDENT: tl.constexpr,
+    SOLO: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DEFER: tl.constexpr, SPIN: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """The same walk from the last step to the first."""
     group, member = tl.program_id(0) // P, tl.program_id(0) % P
@@ -503,17 +532,16 @@ def backward_kernel(
     at_gates = rows[None, None, :] * (G * H) + columns
     at = rows[None, :] * H + units[:, None]
     step_gates, step_units = wide(B) * G * H, wide(B) * H
-    counter = counters + group
-    arrivals = 0
-    tile: tl.constexpr = BU * BM
+    NSTAT: tl.constexpr = (NS if SITE != NOWHERE else 0) + (2 if CELL_NORM else 0)
+    WIDE: tl.constexpr = (weight.dtype.element_ty == tl.float32) & (PRECISION != "tf32")  # float32 is kept whole
+    TILE: tl.constexpr = BU * BM if WIDE else BU * BM // 2  # 64 bits each
+    cell_turn, sums_turn, shares_turn = groups * P * 2 * BM, groups * P * NS * BM, wide(groups) * P * P * TILE
+    cell_sums = exchange + group * P * 2 * BM
+    sums = exchange + 2 * cell_turn + group * P * NS * BM
     # This member's share for member m lies at [m, member]; what is meant for it, at [member, *].
-    partials += wide(group) * P * P * tile
-    partials_turn = wide(groups) * P * P * tile
-    sums += group * P * NS * BM
-    cell_sums += group * P * 2 * BM
-    sums_turn, cell_turn = groups * P * NS * BM, groups * P * 2 * BM
+    travelling = exchange + 2 * (cell_turn + sums_turn) + wide(group) * P * P * TILE
 
-    r, k, b = tl.arange(0, GP * BU), tl.arange(0, K), tl.arange(0, BM)
+    r, k = tl.arange(0, GP * BU), tl.arange(0, K)
     w = ()
     if RESIDENT:
         r_unit = member * BU + r % BU
@@ -543,7 +571,7 @@ def backward_kernel(
     if HAS_LENGTHS:
         length = tl.load(lengths + rows, mask=row_ok, other=0)
     h_start, c_start, dc = zero, zero, zero
-    if HAS_RESETS:
+    if HAS_RESETS & HAS_H:
         h_start = tl.load(h_first + at, mask=own, other=0.0).to(tl.float32)
     if CELL == LSTM:
         if HAS_RESETS:
@@ -551,15 +579,17 @@ def backward_kernel(
         if HAS_D_C:
             dc = tl.load(d_c + at, mask=own, other=0.0).to(tl.float32)
     dh, dh_first, dc_first, sum_gain_cell, sum_bias_cell = zero, zero, zero, zero, zero
+    if HAS_D_H:
+        dh = tl.load(d_h + at, mask=own, other=0.0).to(tl.float32)
     sum_gain, sum_bias = tl.zeros((GP, BU, BM), tl.float32), tl.zeros((GP, BU, BM), tl.float32)
     a0, a1, a2, a3, a4, a5, a6, normed, inverse, rstd, dh_here, restart = _recalled(
-        T - 1, x, xhat, rstds, hist, c_hist, cell_mean, cell_rstd, d_hist, resets, gain3, bias3, own_gain, own_bias,
-        h_start, c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units,
-        CELL, SITE, CELL_NORM, RELU, HAS_RESETS, GP, NS, BU, BM)  # fmt: skip
+        T - 1, x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias, h_start, c_start, at,
+        at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units, CELL, SITE, CELL_NORM, RELU, HAS_RESETS,
+        HAS_D_OUT, GP, NS, NSTAT, BU, BM)  # fmt: skip
 
     for done in tl.range(0, T, num_stages=1):
         t = T - 1 - done
-        turn = t % 2
+        turn = done % 2
         dh += dh_here
         direct, direct_c = zero, zero
         if HAS_LENGTHS:
@@ -588,7 +618,8 @@ def backward_kernel(
                 sum_bias_cell += d_seen
                 d_centred = d_seen * own_gain
                 mine = tl.reshape(tl.sum(tl.join(d_centred, d_centred * centred), 0), (2 * BM,))
-                total = _summed_over_members(cell_sums + turn * cell_turn, mine, member, done + 1, P, P2, 2 * BM, SOLO)
+                total = _summed_over_members(cell_sums + turn * cell_turn, mine, member, done + 1, P, P2, 2 * BM,
+                                             SOLO, SPIN, WARPS)  # fmt: skip
                 plain, along = tl.split(tl.reshape(total / H, (BM, 2)))
                 along = along * std_correction(rstd, eps, STD)
                 d_seen = (d_centred - plain[None, :] - centred * along[None, :]) * rstd[None, :]
@@ -621,7 +652,7 @@ def backward_kernel(
             s = _row_sums(dy3, normed, SPLIT, GP, BU, BM)
             scale = std_correction(inverse, eps, STD) / width
             if DEFER:
-                tl.store(sums + turn * sums_turn + member * (NS * BM) + tl.arange(0, NS * BM), s)
+                tl.store(sums + turn * sums_turn + member * (NS * BM) + tl.arange(0, NS * BM), word(s, done + 1))
             else:  # a member that is alone has the sums: nothing is left for after the product, where terms may cancel
                 along = _for_gates(tl.reshape(s, (NS, BM)) * scale, SPLIT, GP, BM)
                 one = tl.where((gates < G)[:, None, None] & unit_ok[None, :, None], 1.0, 0.0)
@@ -630,25 +661,20 @@ def backward_kernel(
                 dy3 = tl.where(own_gates, dy3 - flat - normed * along[:, None, :], 0.0)
             scale = scale * inverse
             dy3 = dy3 * _for_gates(inverse, SPLIT, GP, BM)[:, None, :]
-        share = _as_operand(tl.reshape(dy3, (GP * BU, BM)), weight.dtype.element_ty, PRECISION)
-        to = partials + turn * partials_turn + member * tile
+        operand = _as_operand(tl.reshape(dy3, (GP * BU, BM)), weight.dtype.element_ty, PRECISION)
+        to = travelling + turn * shares_turn + member * TILE
         if RESIDENT:
             for part in tl.static_range(NK):
-                unit = part * K + k
-                result = tl.dot(w[part], share, input_precision=PRECISION)
-                offset = (unit // BU)[:, None] * (P * tile) + (unit % BU)[:, None] * BM + b[None, :]
-                tl.store(to + offset, result.to(partials.dtype.element_ty), mask=(unit < P * BU)[:, None])
+                result = tl.dot(w[part], operand, input_precision=PRECISION)
+                _send_shares(to, result, done + 1, part * K, K, P, BU, BM, WIDE, SPIN)
         else:
             for begin in tl.range(0, P * BU, K, num_stages=STAGES):
                 unit = begin + k
-                rest = (unit < P * BU)[:, None]
-                slab = tl.load(weight + unit[:, None] * (GP * BU) + r[None, :], mask=rest, other=0.0)
+                slab = tl.load(weight + unit[:, None] * (GP * BU) + r[None, :], mask=(unit < P * BU)[:, None],
+                               other=0.0)  # fmt: skip
                 slab = _as_operand(slab, weight.dtype.element_ty, PRECISION)
-                result = tl.dot(slab, share, input_precision=PRECISION)
-                offset = (unit // BU)[:, None] * (P * tile) + (unit % BU)[:, None] * BM + b[None, :]
-                tl.store(to + offset, result.to(partials.dtype.element_ty), mask=rest)
-        _arrive(counter, SOLO)
-        arrivals += P
+                result = tl.dot(slab, operand, input_precision=PRECISION)
+                _send_shares(to, result, done + 1, begin, K, P, BU, BM, WIDE, SPIN)
 
         # While the others arrive: what nobody waits for, and the step before.
         tl.store(d_y + t * step_gates + at_gates, d_step.to(d_y.dtype.element_ty), mask=own_gates)
@@ -658,13 +684,14 @@ def backward_kernel(
             sum_bias += d_step
         restarts = restart
         a0, a1, a2, a3, a4, a5, a6, normed, inverse, rstd, dh_here, restart = _recalled(
-            tl.maximum(t - 1, 0), x, xhat, rstds, hist, c_hist, cell_mean, cell_rstd, d_hist, resets, gain3, bias3,
-            own_gain, own_bias, h_start, c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates,
-            step_units, CELL, SITE, CELL_NORM, RELU, HAS_RESETS, GP, NS, BU, BM)  # fmt: skip
-        _wait(counter, arrivals, SOLO)
-        dh = _gathered(partials + turn * partials_turn + wide(member) * P * tile, sums + turn * sums_turn,
-                       q + t * NQ * step_units, scale, drop, rows, units, own, H, P, DEFER, SPLIT, HAS_DROP, NS, NQ, BU,
-                       BM, P2, PC)  # fmt: skip
+            tl.maximum(t - 1, 0), x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias, h_start,
+            c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units, CELL, SITE, CELL_NORM,
+            RELU, HAS_RESETS, HAS_D_OUT, GP, NS, NSTAT, BU, BM)  # fmt: skip
+        if SOLO:
+            tl.debug_barrier()  # what other threads of this program have stored is there
+        dh = _gathered(travelling + turn * shares_turn + wide(member) * P * TILE, sums + turn * sums_turn,
+                       q + t * step_units, T * step_units, scale, drop, rows, units, own, done + 1, H, P, DEFER, SPLIT,
+                       HAS_DROP, NS, NQ, BU, BM, P2, PC, WIDE, SPIN, WARPS)  # fmt: skip
         dh += direct
         if HAS_RESETS:
             dh_first += tl.where(restarts[None, :], dh, 0.0)
@@ -672,9 +699,9 @@ def backward_kernel(
             dh = tl.where(restarts[None, :], 0.0, dh)
             dc = tl.where(restarts[None, :], 0.0, dc)
 
-    tl.store(d_h_first + at, dh + dh_first, mask=own)
+    tl.store(d_first + at, dh + dh_first, mask=own)
     if CELL == LSTM:
-        tl.store(d_c_first + at, dc + dc_first, mask=own)
+        tl.store(d_first + step_units + at, dc + dc_first, mask=own)
     shares += (first + group) * (2 * G * H + 2 * H)
     at_sums = gates[:, None] * H + units[None, :]
     sums_ok = (gates < G)[:, None] & unit_ok[None, :]
@@ -689,9 +716,9 @@ def backward_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def norm_backward_kernel(
-    d_y, xhat, gain, rstds, out,  # [N, G*H] twice, [G*H], [T, NS, B], [N, G*H]
-    B, H, eps,
-    G: tl.constexpr, NS: tl.constexpr, SPLIT: tl.constexpr, STD: tl.constexpr, BLOCK: tl.constexpr,
+    d_y, xhat, gain, stats, out,  # [N, G*H] twice, [G*H], [T, NSTAT, B], [N, G*H]
+    B, eps,
+    H: tl.constexpr, G: tl.constexpr, NSTAT: tl.constexpr, SPLIT: tl.constexpr, STD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What the norm passes on to the product, rstd (dy - mean(dy) - x^ mean(dy x^)), one group of gates a program."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -708,7 +735,7 @@ def norm_backward_kernel(
     normed = tl.load(xhat + at, mask=ok, other=0.0).to(tl.float32)
     dy = tl.load(d_y + at, mask=ok, other=0.0).to(tl.float32)
     dy *= tl.load(gain + first * H + j, mask=ok, other=0.0).to(tl.float32)
-    inverse = tl.load(rstds + ((row // B) * NS + part) * B + row % B)
+    inverse = tl.load(stats + ((row // B) * NSTAT + part) * B + row % B)
     mean = tl.sum(dy, 0) / n
     s = tl.sum(dy * normed, 0) / n * std_correction(inverse, eps, STD)
     tl.store(out + at, ((dy - mean - normed * s) * inverse).to(out.dtype.element_ty), mask=ok)

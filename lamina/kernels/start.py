@@ -6,6 +6,7 @@ That look costs the host some 100 microseconds for a kernel of 60 arguments, as 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,25 +23,46 @@ def start(kernel: Any, grid: Sequence[int], arguments: Mapping[str, Any], option
     What Triton's look would decide is in the key: dtypes, constants and the values of whole numbers, except those
     that the kernel does not specialise on. Addresses that are not multiples of 16 take Triton's own way.
     """
-    values = [arguments[name] for name in kernel.arg_names]
-    some = next(v for v in values if isinstance(v, Tensor))
-    with torch.cuda.device_of(some):  # type: ignore[no-untyped-call]
-        if interpreted():
-            kernel[tuple(grid)](**arguments)
-            return
-        addresses = [v.data_ptr() if isinstance(v, Tensor) else v for v in values]
-        aligned = not any(a % 16 for a, v in zip(addresses, values) if isinstance(v, Tensor))
-        key = (kernel, some.device, _kinds(kernel, values), tuple(options.items()))
-        found = _compiled.get(key) if aligned else None
-        if found is not None:
-            found[(*grid, 1, 1)[:3]](*addresses)
-            return
-        made = kernel[tuple(grid)](**arguments, **options)
-        if aligned:
-            _compiled[key] = made
+    if interpreted():
+        kernel[tuple(grid)](**arguments)
+        return
+    values = [*map(arguments.__getitem__, kernel.arg_names)]
+    device = next(v for v in values if isinstance(v, Tensor)).device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _start(kernel, grid, values, options, arguments, device)
+    else:
+        _start(kernel, grid, values, options, arguments, device)
 
 
-def _kinds(kernel: Any, values: Sequence[Any]) -> tuple[Any, ...]:
+def _start(
+    kernel: Any,
+    grid: Sequence[int],
+    values: list[Any],
+    options: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    kinds, misaligned = [*values], 0
+    for at, value in enumerate(values):
+        if isinstance(value, Tensor):
+            kinds[at] = value.dtype
+            values[at] = address = value.data_ptr()
+            misaligned |= address
+    for at in _free(kernel):
+        kinds[at] = isinstance(values[at], int) and values[at] >= 2**31  # then 64 bits wide
+    key = (kernel, device, *kinds, *options.values())
+    found = None if misaligned & 15 else _compiled.get(key)
+    if found is not None:
+        found[(*grid, 1, 1)[:3]](*values)
+        return
+    made = kernel[tuple(grid)](**arguments, **options)
+    if not misaligned & 15:
+        _compiled[key] = made
+
+
+@cache
+def _free(kernel: Any) -> tuple[int, ...]:
+    """Where the arguments stand that Triton does not specialise on."""
     free = kernel.do_not_specialize or ()
-    pairs = zip(kernel.arg_names, values)
-    return tuple(v.dtype if isinstance(v, Tensor) else v for name, v in pairs if name not in free)
+    return tuple(at for at, name in enumerate(kernel.arg_names) if name in free)

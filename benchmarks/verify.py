@@ -1,0 +1,174 @@
+"""Every fused recurrence against the float64 reference on a GPU: outputs, final states and every gradient.
+
+    python benchmarks/verify.py --out results/verify-sequence.json
+
+Hidden sizes, batch sizes, lengths of sequences, dtypes, placements, ragged batches and restarts are paired off so that
+each hidden size meets each batch size in each dtype. An error is the norm of the difference to the float64 reference,
+relative to that reference; beside it stands the error of the reference itself in the precision of the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lamina import records, reference
+from lamina.functional import run
+from lamina.placements import PLACEMENTS
+from lamina.reference import CellWeights, Recurrence, SequenceResult
+from tests.cases import gradients, leaves, random_call, rounded_products
+
+HIDDEN = (1, 17, 100, 256, 257, 400, 512, 768, 1000, 1024, 2048, 2400)
+BATCH = (1, 3, 8, 17, 64, 128)
+STEPS = (1, 2, 37)
+LONG = ((17, 3), (100, 17), (256, 128), (400, 8), (512, 64), (1024, 8))  # hidden, batch: over 500 steps
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+ROWS = [(cell, "layer", name) for cell, rows in PLACEMENTS.items() for name in rows]
+ROWS += [(cell, None, None) for cell in PLACEMENTS]
+MAIN = [("LSTM", "layer", "paper"), ("GRU", "layer", "paper")]
+# What an error is measured from: one rounding of a result, which luck may spare the reference.
+FLOOR = {"bf16": 2e-3, "fp32": 3e-6, "fp16": 5e-4}
+ALLOWED = 2.0  # times the reference's own error
+
+
+def cases() -> list[dict[str, Any]]:
+    """All problems, in a fixed order."""
+    found = []
+    steps, extras, others = itertools.cycle(STEPS), itertools.cycle((0, 0, 1, 2, 3)), itertools.cycle(ROWS)
+    for hidden, batch, dtype in itertools.product(HIDDEN, BATCH, DTYPES):
+        for row in (*MAIN, next(others)):
+            found.append({"row": row, "shape": (next(steps), batch, 33, hidden), "dtype": dtype, "more": next(extras)})
+    for (hidden, batch), dtype, row in itertools.product(LONG, DTYPES, MAIN):
+        found.append({"row": row, "shape": (500, batch, 33, hidden), "dtype": dtype, "more": 0})
+    return found
+
+
+def problem(case: dict[str, Any]) -> Recurrence:
+    """Random weights and input; recurrent matrices of the usual size, since with large ones errors grow at will."""
+    steps, batch, _, hidden = case["shape"]
+    more: dict[str, Any] = {}
+    if case["more"] & 1:
+        more["lengths"] = torch.randint(0, steps + 1, (batch,), device="cuda")
+    if case["more"] & 2:
+        more["resets"] = torch.rand(steps, batch, device="cuda") < 0.2
+    call = random_call(*case["row"], case["shape"], device="cuda", reverse=case["more"] == 3, **more)
+    w = call.weights
+    small = {"weight_hh": 1 / hidden**0.5, **({"gain_hh": 0.4, "gain_sum": 0.4} if steps > 100 else {})}
+    scaled = {
+        name: (getattr(w, name).detach() * factor).requires_grad_()
+        for name, factor in small.items()
+        if getattr(w, name) is not None
+    }
+    return dataclasses.replace(call, weights=w._replace(**scaled))
+
+
+def cast(call: Recurrence, dtype: torch.dtype, values: torch.dtype) -> Recurrence:
+    """A copy in ``dtype``, its numbers rounded to those of ``values``."""
+
+    def leaf(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.detach().to(values).to(dtype).requires_grad_(t.requires_grad)
+
+    weights: Any = CellWeights(*map(leaf, call.weights))  # type: ignore[arg-type]
+    state = tuple(map(leaf, call.state))
+    return dataclasses.replace(call, input=leaf(call.input), state=state, weights=weights)  # type: ignore[arg-type]
+
+
+def everything(call: Recurrence, how: Callable[[Recurrence], SequenceResult]) -> dict[str, Tensor]:
+    """Outputs, final states and gradients by name."""
+    result = how(call)
+    outputs, named = [result.output, *result.state], leaves(call)
+    found = gradients(outputs, list(named.values()))
+    return dict(zip(("output", "h_n", "c_n"), outputs)) | {f"d {n}": g for n, g in zip(named, found)}
+
+
+def verify(case: dict[str, Any]) -> dict[str, Any]:
+    """The case with its worst tensor: which, our error, the reference's, and their ratio less one rounding."""
+    torch.manual_seed(zlib.crc32(repr((case["row"], case["shape"], case["dtype"])).encode()))
+    call, dtype = problem(case), DTYPES[case["dtype"]]
+    truth = everything(cast(call, torch.float64, dtype), reference.evaluate)
+    with rounded_products():
+        plain = everything(cast(call, dtype, dtype), reference.evaluate)
+    ours = everything(cast(call, dtype, dtype), lambda c: run(c, "triton"))
+    worst = {"ratio": -1.0}
+    for name, want in truth.items():
+        size = max(want.norm().item(), 1e-2 * want.numel() ** 0.5)  # what is 0 but for eps has no digits to compare
+        error, allowed = ((found[name].double() - want).norm().item() / size for found in (ours, plain))
+        ratio = max(0.0, error - FLOOR[case["dtype"]]) / max(allowed, 1e-12)
+        if not ratio <= worst["ratio"]:
+            worst = {"tensor": name, "error": error, "reference": allowed, "ratio": ratio}
+    return {**case, **worst}
+
+
+def share(number: int, workers: int, out: str) -> None:
+    """Every ``workers``-th case, from ``number`` on."""
+    found = [verify(case) for case in cases()[number::workers]]
+    Path(out).write_text(json.dumps(found))
+
+
+def all_cases(workers: int) -> list[dict[str, Any]]:
+    """In several processes at once: most of the time goes into compiling and into the reference's steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [f"{folder}/{k}.json" for k in range(workers)]
+        command = [sys.executable, __file__, "--workers", str(workers)]
+        running = [subprocess.Popen([*command, "--share", str(k), "--out", part]) for k, part in enumerate(parts)]
+        if any(process.wait() for process in running):
+            raise RuntimeError("a share of the cases failed; its message stands above")
+        return [row for part in parts for row in json.loads(Path(part).read_text())]
+
+
+def tables(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The record as people read it."""
+    lines = []
+    for dtype in DTYPES:
+        some = [row for row in rows if row["dtype"] == dtype]
+        ratios = sorted(row["ratio"] for row in some)
+        worst = max(row["error"] for row in some)
+        beyond = sum(r > ALLOWED for r in ratios)
+        lines.append([dtype, str(len(some)), f"{worst:.1e}", f"{ratios[len(ratios) // 2]:.2f}", f"{ratios[-1]:.2f}",
+                      str(beyond)])  # fmt: skip
+    columns = ["", "cases", "largest error", "median ratio", "largest ratio", f"ratios above {ALLOWED:g}"]
+    caption = "Errors against float64; ratios to the reference's own error in the same precision"
+    return [{"caption": caption, "columns": columns, "rows": lines}]
+
+
+def main() -> None:
+    """Verify, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--share", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--out", default="results/verify-sequence.json")
+    given = parser.parse_args()
+    if given.share >= 0:
+        share(given.share, given.workers, given.out)
+        return
+    rows = all_cases(given.workers)
+    record = {
+        "schema": records.SCHEMA, "kind": "verify", "name": "sequence",
+        "title": "Fused recurrences against the float64 reference", "environment": records.environment(),
+        "command": "python benchmarks/verify.py", "rows": rows, "tables": tables(rows),
+        "about": "The worst of output, final states and every gradient of each case. Hidden sizes "
+        f"{', '.join(map(str, HIDDEN))}; batches {', '.join(map(str, BATCH))}; 1, 2, 37 and 500 steps; all placements.",
+    }  # fmt: skip
+    Path(given.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(given.out).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    for line in tables(rows)[0]["rows"]:
+        print("  ".join(line))
+    for row in sorted(rows, key=lambda r: -r["ratio"])[:12]:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Whole passes of short sequences as CUDA graphs.
+
+A pass is some thirty operations of a few microseconds each; their launches cost the host 1 to 2 ms, which a short
+sequence's own time does not hide. A kind of call (same sizes, same parameters, same stream) that comes a third time is
+captured: from then on a pass is a copy in, one launch and a copy out. What a graph works on stays with it: a *space*,
+leased by a forward pass and given back when nothing can ask for its backward pass any more.
+
+Not captured: long or large problems, ragged batches, restarts, masks, and what a stream's owner captures already.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import replay
+from .forms import Setting
+from .precision import tf32_wanted
+
+Given = Tensor | None
+Forward = Callable[..., list[Tensor]]
+Backward = Callable[..., list[Given]]
+
+LONGEST = 160  # steps: beyond, the GPU's time hides the host's
+LARGEST = 1 / 1024  # of a device's memory, for W_x x and the matrix; a space has about eight times that
+EAGER = 2  # calls of a kind before it is captured: they compile and load what is needed
+KINDS = 8  # that are remembered
+SPACES = 2  # of a kind: a training loop holds the last pass while it makes the next
+
+_kinds: OrderedDict[Hashable, Kind] = OrderedDict()
+_lock = threading.RLock()
+
+
+def lease(
+    setting: Setting, path: str, keep: bool, tensors: Sequence[Given], extras: Sequence[Given], forward: Forward
+) -> Lease | None:
+    """Memory and graphs for this call; None where it had better be launched as it is."""
+    x, weight, matrix = tensors[0], tensors[3], tensors[4]
+    if x is None or weight is None or matrix is None or any(e is not None for e in extras):
+        return None
+    if not _short(x, weight, matrix) or not replay.serves(x):
+        return None
+    key = (setting, path, keep, replay.stream_of(x), _multiplication(x.dtype), *map(_identity, tensors[:3], (0, 0, 0)),
+           *map(_identity, tensors[3:], (1,) * 9))  # fmt: skip
+    with _lock:
+        kind = _kinds.get(key)
+        if kind is None:
+            kind = _kinds[key] = Kind()
+            while len(_kinds) > KINDS:
+                _kinds.popitem(last=False)
+        _kinds.move_to_end(key)
+        return kind.lease(setting, path, keep, tensors, extras, forward)
+
+
+def clear() -> None:
+    """Forget all kinds; spaces go when their last lease ends."""
+    with _lock:
+        _kinds.clear()
+
+
+def _short(x: Tensor, weight: Tensor, matrix: Tensor) -> bool:
+    if not x.is_cuda or x.shape[0] > LONGEST:
+        return False
+    numbers = x.shape[0] * x.shape[1] * weight.shape[0] + matrix.numel()
+    return numbers * x.element_size() <= LARGEST * torch.cuda.get_device_properties(x.device).total_memory
+
+
+def _multiplication(dtype: torch.dtype) -> Hashable:
+    return (replay.multiplication(dtype), dtype == torch.float32 and tf32_wanted())
+
+
+def _identity(tensor: Given, address: int) -> Hashable:
+    """What a graph depends on: sizes, and of parameters where they lie, since graphs read them there."""
+    if tensor is None:
+        return None
+    return (tensor.shape, tensor.dtype, tensor.data_ptr() if address else 0, tensor.requires_grad)
+
+
+class Kind:
+    """Calls that one graph can serve."""
+
+    def __init__(self) -> None:
+        self.calls, self.made = 0, 0
+        self.free: list[Space] = []
+
+    def lease(self, *call: Any) -> Lease | None:
+        self.calls += 1
+        if self.calls <= EAGER:
+            return None
+        if self.free:
+            return Lease(self, self.free.pop())
+        if self.made >= SPACES:
+            return None
+        self.made += 1
+        try:
+            return Lease(self, Space(*call))
+        except RuntimeError as error:
+            warnings.warn(f"passes are launched piece by piece: they could not be captured ({error})", stacklevel=2)
+            self.made = SPACES
+            return None
+
+
+class Space:
+    """Static tensors of one pass, and its graphs."""
+
+    def __init__(
+        self, setting: Setting, path: str, keep: bool, tensors: Sequence[Given], extras: Sequence[Given],
+        forward: Forward,
+    ) -> None:  # fmt: skip
+        self.call = (setting, path)
+        self.inputs = [None if t is None else t.detach().clone() for t in tensors[:3]]
+        # Parameters are read where they lie; what arrives differently in every call has a place here.
+        self.tensors = [*self.inputs, *(None if t is None else t.detach() for t in tensors[3:])]
+        self.extras = extras
+        self.stream = replay.take_stream(next(t.device for t in tensors if t is not None))
+        self.found: list[Tensor] = []
+        self.forward = self.captured(lambda: self.found.extend(forward(setting, path, self.tensors, extras, keep)))
+        self.backwards: dict[Hashable, Backwards] = {}
+
+    def __del__(self) -> None:
+        if hasattr(self, "stream"):
+            replay.give_stream(self.stream)
+
+    def captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """What ``work`` launches, on memory of the graph's own."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.stream(self.stream):
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads may do what they like
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def walk(self, tensors: Sequence[Given]) -> tuple[Tensor, Tensor, Tensor]:
+        """The forward pass: outputs, final h and final c, the caller's own."""
+        for place, tensor in zip(self.inputs, tensors):
+            if place is not None and tensor is not None:
+                place.copy_(tensor)
+        self.forward.replay()
+        hist, h_n, c_n = self.found[:3]
+        return hist[1:].clone(), h_n.clone(), c_n.clone()
+
+    def walk_back(self, grads: Sequence[Given], needed: Sequence[bool], backward: Backward) -> list[Given]:
+        """The backward pass: gradients, the caller's own."""
+        key = (*(None if g is None else g.dtype for g in grads), *needed)
+        if key not in self.backwards:
+            self.backwards[key] = Backwards(self, needed, backward)
+        return self.backwards[key].run(grads)
+
+
+class Backwards:
+    """The backward pass of a space for one pattern of gradients that arrive and are wanted."""
+
+    def __init__(self, space: Space, needed: Sequence[bool], backward: Backward) -> None:
+        kept = [space.found[0], *space.found[3:]]
+        call = (*space.call, space.tensors, space.extras, kept)
+        self.work: Callable[[Sequence[Given]], list[Given]] = lambda grads: backward(*call, grads, needed)
+        self.space = weakref.ref(space)  # which holds this
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.arriving: list[Given] = []
+        self.found: list[Given] = []
+        self.calls = 0
+
+    def run(self, grads: Sequence[Given]) -> list[Given]:
+        """The first time launched as it is, which compiles and loads what is needed; captured the second time."""
+        self.calls += 1
+        space = self.space()
+        if self.calls == 1 or space is None:
+            return self.work(grads)
+        if self.graph is None:
+            self.arriving = [None if g is None else g.contiguous().clone() for g in grads]
+            self.graph = space.captured(lambda: self.found.extend(self.work(self.arriving)))
+        for place, gradient in zip(self.arriving, grads):
+            if place is not None and gradient is not None:
+                place.copy_(gradient)
+        self.graph.replay()
+        return _copies(self.found)
+
+
+def _copies(found: Sequence[Given]) -> list[Given]:
+    """Each tensor's own copy: the input's alone, the parameters' small and large ones in one go."""
+    first, rest = found[0], [t for t in found[1:] if t is not None]
+    copied: list[Given] = [None if first is None else first.clone()]
+    together = len({t.dtype for t in rest}) == 1 and all(t.numel() * t.element_size() % 16 == 0 for t in rest)
+    if together and len(rest) > 1:
+        flat = torch.cat([t.reshape(-1) for t in rest])
+        pieces = torch.split(flat, [t.numel() for t in rest])
+        parts = iter([piece.view(t.shape) for piece, t in zip(pieces, rest)])
+    else:
+        parts = iter([t.clone() for t in rest])
+    return copied + [None if t is None else next(parts) for t in found[1:]]
+
+
+class Lease:
+    """A space for as long as this object lives."""
+
+    def __init__(self, kind: Kind, space: Space) -> None:
+        self.kind, self.space = kind, space
+
+    def __del__(self) -> None:
+        self.kind.free.append(self.space)
