@@ -3,9 +3,9 @@
     python benchmarks/speed.py --out results/bench-sequence.json
 
 For each cell, dtype and shape, in one process and in interleaved rounds: our layer-normalised layer, our plain layer,
-cuDNN's plain layer, and with --rivals the layer-normalised loop step by step and its compiled cell in a CUDA graph. A
-case is timed only after its output and gradients were compared with the float64 reference. Random numbers in, input
-projection included.
+cuDNN's plain layer, and in the dtypes of --rivals the layer-normalised loop step by step and its compiled cell in a
+CUDA graph. A case is timed only after its output and gradients were compared with the float64 reference. Random numbers
+in, input projection included.
 """
 
 from __future__ import annotations
@@ -82,10 +82,9 @@ def training_step(layer: nn.Module, x: Tensor, upstream: Tensor) -> Callable[[],
     return step
 
 
-def graphed_step(cell: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Callable[[], None], int]:
-    """A training step of a loop over a compiled cell, captured whole, and how many time steps it has."""
+def looped_step(cell: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Callable[[], None]:
+    """A training step of a loop over a compiled cell."""
     batch, steps, inputs, hidden = shape
-    steps = min(steps, GRAPHED_STEPS)
     layer = getattr(lamina, f"{cell}Cell")(inputs, hidden, device="cuda", dtype=dtype)
     compiled = torch.compile(layer)
     x = torch.randn(steps, batch, inputs, device="cuda", dtype=dtype, requires_grad=True)
@@ -98,6 +97,14 @@ def graphed_step(cell: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple
             outputs.append(state[0] if cell == "LSTM" else state)
         torch.autograd.grad(torch.stack(outputs), [x, *layer.parameters()], upstream)
 
+    return step
+
+
+def graphed_step(cell: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Callable[[], None], int]:
+    """The same, captured whole, and how many time steps it has."""
+    batch, steps, inputs, hidden = shape
+    steps = min(steps, GRAPHED_STEPS)
+    step = looped_step(cell, dtype, (batch, steps, inputs, hidden))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -199,13 +206,15 @@ def geometric_means(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def compile_ahead(cells: list[str], dtypes: list[str], shapes: list[int], workers: int) -> None:
-    """Compile every kernel in several processes at once; Triton's cache is shared."""
+def compile_ahead(cells: list[str], dtypes: list[str], shapes: list[int], workers: int, rivals: str = "") -> None:
+    """Compile every kernel in several processes at once; Triton's cache and the compiler's are shared."""
     cases = [(c, d, s) for c in cells for d in dtypes for s in shapes]
     code = "import sys; sys.path.insert(0, 'benchmarks'); import speed; speed.touch(sys.argv[1:])"
     parts = [cases[k::workers] for k in range(workers)]
     running = [
-        subprocess.Popen([sys.executable, "-c", code, *(f"{c}:{d}:{s}" for c, d, s in part)]) for part in parts if part
+        subprocess.Popen([sys.executable, "-c", code, *(f"{c}:{d}:{s}:{int(d in rivals)}" for c, d, s in part)])
+        for part in parts
+        if part
     ]
     for process in running:
         process.wait()
@@ -214,12 +223,14 @@ def compile_ahead(cells: list[str], dtypes: list[str], shapes: list[int], worker
 def touch(cases: list[str]) -> None:
     """Run each case once over two steps."""
     for case in cases:
-        cell, dtype, number = case.split(":")
+        cell, dtype, number, rival = case.split(":")
         batch, _, inputs, hidden = SHAPES[int(number)]
         x = torch.randn(2, batch, inputs, device="cuda", dtype=DTYPES[dtype], requires_grad=True)
         for norm in ("layer", None):
             layer = getattr(lamina, cell)(inputs, hidden, norm=norm, device="cuda", dtype=DTYPES[dtype])
             layer(x)[0].sum().backward()
+        if rival == "1" and hidden <= 1024:
+            looped_step(cell, DTYPES[dtype], (batch, 2, inputs, hidden))()
 
 
 def main() -> None:
@@ -231,7 +242,7 @@ def main() -> None:
         "--shapes", default=",".join(map(str, range(len(SHAPES)))), help="numbers in the list of shapes"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rivals", action="store_true", help="also the step-by-step layer-normalised loop")
+    parser.add_argument("--rivals", default="", help="dtypes in which to time the layer-normalised loops as well")
     parser.add_argument("--workers", type=int, default=8, help="processes that compile")
     parser.add_argument("--out", default="results/bench-sequence.json")
     parser.add_argument(
@@ -243,12 +254,12 @@ def main() -> None:
         return
     cells, dtypes, shapes = given.cells.split(","), given.dtypes.split(","), [int(n) for n in given.shapes.split(",")]
     torch.backends.cuda.matmul.allow_tf32 = True  # the reference's float32 products, as cuDNN's and ours
-    compile_ahead(cells, dtypes, shapes, given.workers)
+    compile_ahead(cells, dtypes, shapes, given.workers, given.rivals)
     rows: list[dict[str, Any]] = []
     for cell in cells:
         for dtype in dtypes:
             for number in shapes:
-                row = measure(cell, dtype, SHAPES[number], given.rounds, given.rivals)
+                row = measure(cell, dtype, SHAPES[number], given.rounds, dtype in given.rivals.split(","))
                 rows.append(row)
                 shown = "  ".join(f"{name} {value:.1f}" for name, value in row["median"].items())
                 print(f"{cell} {dtype} {SHAPES[number]}: {shown}  ratio {row['ratio_to_cudnn']:.2f}", flush=True)

@@ -2,9 +2,10 @@
 
     python benchmarks/stress.py --launches 10000 --out results/stress-sequence.json
 
-Cells, placements, sizes, dtypes, lengths and resets are drawn at random from a few dozen problems. Each launch is a
-forward and a backward pass, plain or by replay of a CUDA graph, while another stream is kept busy with products; its
-output and gradients are compared bit for bit with those of the problem's first run.
+Problems are drawn at random from those of ``verify.py`` with at most 37 steps, and run a few times in a row, so that
+short passes are captured and evicted. Each launch is a forward and a backward pass, as it is or by replay of a CUDA
+graph, while another stream is kept busy with products; its outputs, states and gradients are compared bit for bit with
+those of the problem's first run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,38 +24,42 @@ from torch import Tensor
 
 import lamina
 from lamina import records
-from lamina.placements import PLACEMENTS
+from lamina.placements import STATES
 
-HIDDEN, BATCHES, STEPS = (1, 17, 100, 256, 257, 512, 1000), (1, 3, 17, 64, 100), (1, 2, 19)
-DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from verify import DTYPES, cases
+
+IN_A_ROW = 6
 
 
 class Problem:
-    """One random layer with its input, the results of its first run, and a CUDA graph of it."""
+    """One layer with its input, the results of its first run, and a CUDA graph of it."""
 
-    def __init__(self, draw: random.Random) -> None:
-        cell = draw.choice(("LSTM", "GRU", "RNN"))
-        norm = draw.choice(("layer", "layer", "layer", None))
-        placement = draw.choice(list(PLACEMENTS[cell])) if norm else None
-        hidden, batch, steps = draw.choice(HIDDEN), draw.choice(BATCHES), draw.choice(STEPS)
-        dtype = draw.choice(DTYPES)
+    def __init__(self, case: dict[str, Any]) -> None:
+        (cell, norm, placement), (steps, batch, inputs, hidden) = case["row"], case["shape"]
+        dtype = DTYPES[case["dtype"]]
         make: Callable[..., Any] = getattr(lamina, cell)
-        self.layer = make(33, hidden, norm=norm, placement=placement, device="cuda", dtype=dtype)
-        self.x = torch.randn(steps, batch, 33, device="cuda", dtype=dtype, requires_grad=True)
-        self.upstream = torch.randn(steps, batch, hidden, device="cuda", dtype=dtype)
+        self.layer = make(inputs, hidden, norm=norm, placement=placement, device="cuda", dtype=dtype)
+        self.x = torch.randn(steps, batch, inputs, device="cuda", dtype=dtype, requires_grad=True)
+        count = STATES[cell]
+        hx = tuple(torch.randn(1, batch, hidden, device="cuda", dtype=dtype, requires_grad=True) for _ in range(count))
+        self.hx, self.leaves = hx if count > 1 else hx[0], [self.x, *hx, *self.layer.parameters()]
+        shapes = [(steps, batch, hidden), *[(1, batch, hidden)] * count]
+        self.upstream = [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
         self.more: dict[str, Tensor] = {}
-        if draw.random() < 0.5:
+        if case["more"] & 1:
             self.more["lengths"] = torch.randint(0, steps + 1, (batch,), device="cuda")
-        if draw.random() < 0.3:
+        if case["more"] & 2:
             self.more["resets"] = torch.rand(steps, batch, device="cuda") < 0.2
         self.name = f"{cell} {norm} {placement} {(batch, steps, hidden)} {dtype} {sorted(self.more)}"
         self.wanted = [t.clone() for t in self.run()]
         self.graph, self.captured = self._capture()
 
     def run(self) -> list[Tensor]:
-        """Output and gradients."""
-        out = self.layer(self.x, **self.more)[0]
-        return [out, *torch.autograd.grad(out, [self.x, *self.layer.parameters()], self.upstream)]
+        """Outputs, final states and gradients."""
+        out, state = self.layer(self.x, self.hx, **self.more)
+        found = [out, *(state if isinstance(state, tuple) else (state,))]
+        return [*found, *torch.autograd.grad(found, self.leaves, self.upstream)]
 
     def _capture(self) -> tuple[Any, list[Tensor]]:
         stream = torch.cuda.Stream()
@@ -82,15 +88,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--out", default="results/stress-sequence.json")
     given = parser.parse_args()
-    draw = random.Random(0)
+    draw, problem = random.Random(0), None
     torch.manual_seed(0)
-    problems = [Problem(draw) for _ in range(given.problems)]
+    problems = [Problem(case) for case in draw.sample([c for c in cases() if c["shape"][0] <= 37], given.problems)]
     busy, load = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     done, different, began = 0, [], time.perf_counter()
     while done < given.launches and time.perf_counter() - began < given.seconds:
         with torch.cuda.stream(busy):
             load = torch.tanh(load @ load)
-        problem = draw.choice(problems)
+        if done % IN_A_ROW == 0 or problem is None:
+            problem = draw.choice(problems)
         if not problem.again(replay=draw.random() < 0.5):
             different.append(problem.name)
         done += 1
