@@ -59,7 +59,8 @@ class Problem:
         """Outputs, final states and gradients."""
         out, state = self.layer(self.x, self.hx, **self.more)
         found = [out, *(state if isinstance(state, tuple) else (state,))]
-        return [*found, *torch.autograd.grad(found, self.leaves, self.upstream)]
+        # Detached: a graph that lives on would bind the parameters' gradients to the stream of this run.
+        return [t.detach() for t in (*found, *torch.autograd.grad(found, self.leaves, self.upstream))]
 
     def _capture(self) -> tuple[Any, list[Tensor]]:
         stream = torch.cuda.Stream()
