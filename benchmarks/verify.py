@@ -14,6 +14,8 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,6 +45,7 @@ MAIN = [("LSTM", "layer", "paper"), ("GRU", "layer", "paper")]
 # What an error is measured from: one rounding of a result, which luck may spare the reference.
 FLOOR = {"bf16": 2e-3, "fp32": 3e-6, "fp16": 5e-4}
 ALLOWED = 2.0  # times the reference's own error
+DRAWS = 8  # at most
 
 
 def cases() -> list[dict[str, Any]]:
@@ -105,22 +108,42 @@ def everything(call: Recurrence, how: Callable[[Recurrence], SequenceResult]) ->
     return dict(zip(("output", "h_n", "c_n"), outputs)) | {f"d {n}": g for n, g in zip(named, found)}
 
 
-def verify(case: dict[str, Any]) -> dict[str, Any]:
-    """The case with its worst tensor: which, our error, the reference's, and their ratio less one rounding."""
-    torch.manual_seed(zlib.crc32(repr((case["row"], case["shape"], case["dtype"])).encode()))
+def errors(case: dict[str, Any], draw: int) -> dict[str, tuple[float, float]]:
+    """By name of each tensor, our error and that of the reference, for one draw of random numbers."""
+    torch.manual_seed(zlib.crc32(repr((case["row"], case["shape"], case["dtype"], draw)).encode()))
     call, dtype = problem(case), DTYPES[case["dtype"]]
     truth = everything(cast(call, torch.float64, dtype), reference.evaluate)
     with rounded_products():
         plain = everything(cast(call, dtype, dtype), reference.evaluate)
     ours = everything(cast(call, dtype, dtype), lambda c: run(c, "triton"))
-    worst = {"ratio": -1.0}
+    found = {}
     for name, want in truth.items():
         size = max(want.norm().item(), 1e-2 * want.numel() ** 0.5)  # what is 0 but for eps has no digits to compare
-        error, allowed = ((found[name].double() - want).norm().item() / size for found in (ours, plain))
+        error, allowed = ((got[name].double() - want).norm().item() / size for got in (ours, plain))
+        found[name] = error, allowed
+    return found
+
+
+def worst(case: dict[str, Any], draws: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
+    """The tensor that does worst: which, root-mean-square errors over the draws, their ratio less one rounding."""
+    found = []
+    for name in draws[0]:
+        error, allowed = (math.sqrt(statistics.fmean(d[name][k] ** 2 for d in draws)) for k in (0, 1))
         ratio = max(0.0, error - FLOOR[case["dtype"]]) / max(allowed, 1e-12)
-        if not ratio <= worst["ratio"]:
-            worst = {"tensor": name, "error": error, "reference": allowed, "ratio": ratio}
-    return {**case, **worst}
+        found.append({"tensor": name, "error": error, "reference": allowed, "ratio": ratio})
+    return {
+        **case,
+        **max(found, key=lambda f: f["ratio"] if f["ratio"] == f["ratio"] else math.inf),
+        "draws": len(draws),
+    }
+
+
+def verify(case: dict[str, Any]) -> dict[str, Any]:
+    """One draw; where the ratio is above what is allowed, more: the reference's error may be small by luck."""
+    draws = [errors(case, 0)]
+    if not worst(case, draws)["ratio"] <= ALLOWED:
+        draws += [errors(case, n) for n in range(1, DRAWS)]
+    return worst(case, draws)
 
 
 def share(number: int, workers: int, out: str) -> None:
@@ -171,7 +194,8 @@ def main() -> None:
         "schema": records.SCHEMA, "kind": "verify", "name": "sequence",
         "title": "Fused recurrences against the float64 reference", "environment": records.environment(),
         "command": "python benchmarks/verify.py", "rows": rows, "tables": tables(rows),
-        "about": "The worst of output, final states and every gradient of each case. Hidden sizes "
+        "about": "The worst of output, final states and every gradient of each case; over "
+        f"{DRAWS} draws (root mean square) where a single one is above the bound. Hidden sizes "
         f"{', '.join(map(str, HIDDEN))}; batches {', '.join(map(str, BATCH))}; 1, 2, 37 and 500 steps; all placements.",
     }  # fmt: skip
     Path(given.out).parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from .precision import as_cudnn_multiplies, precision
 from .start import start
 
 Given = Tensor | None
+FEW = 16  # units
 
 
 @cache
@@ -37,10 +38,8 @@ def _constants(form: Form, cut: Plan, hidden: int, multiply: str, spin: bool) ->
         "K": cut.chunk,
         "NK": -(-cut.members * cut.units // cut.chunk),
         "P2": power(cut.members),
-        "RESIDENT": cut.resident,
         "SOLO": cut.members == 1,
         "PRECISION": multiply,
-        "STAGES": cut.stages,
         "SPIN": spin,
         "WARPS": cut.warps,
     }
@@ -85,9 +84,17 @@ def shapes(form: Form, x: Tensor, weight: Tensor, keep: bool) -> list[tuple[tupl
         ((batch, hidden), kind),
         ((batch, hidden) if lstm else (0,), kind),
         ((steps + 1 if lstm else 0, batch, hidden), wide),
-        ((steps if keep else 0, batch, width), kind),
+        ((steps if keep else 0, batch, width), _kept_dtype(weight)),
         ((steps if keep else 0, _statistics(form), batch), wide),
     ]
+
+
+def _kept_dtype(weight: Tensor) -> torch.dtype:
+    """Of x^ and of the gradients of the normalised product.
+
+    Over a few units a norm's gradient is a small difference of large terms, which rounding would swamp.
+    """
+    return torch.float32 if weight.shape[1] < FEW else weight.dtype
 
 
 def forward(
@@ -157,7 +164,7 @@ def backward(
     whole = weight.dtype == torch.float32 and precision(weight.dtype) != "tf32"  # a share is a word then
     size = cut.units * cut.rows // (1 if whole else 2)
     arguments = {
-        "weight": weight if cut.resident else _packed(form, cut, weight), "hist": hist, "c_hist": c_hist,
+        "weight": weight, "hist": hist, "c_hist": c_hist,
         "xhat": xhat, "stats": stats, "q": _projections(form, xhat, weight) if defer else weight,
         **_incoming(x, d_out, d_h, d_c), "d_x": d_x, "d_y": d_y, "d_first": d_first, "shares": shares, "DEFER": defer,
         **_shared(x, h, gain, bias, gain_cell, bias_cell), **extras.arguments(weight),
@@ -168,7 +175,7 @@ def backward(
     kinds = {t.dtype for t in (gain, bias, gain_cell, bias_cell) if t is not None}
     found = _added_up(form, hidden, shares, bias is not None, kinds.pop() if len(kinds) == 1 else torch.float32)
     found.update(zip("hc", d_first.unbind()))
-    through = _through_norm(form, d_y, xhat, gain, stats) if form.site else d_y
+    through = _through_norm(form, d_y, xhat, gain, stats, weight.dtype) if form.site else d_y.to(weight.dtype)
     found["x"] = through if form.site == "sum" else d_x
     with as_cudnn_multiplies(weight.dtype):
         found["weight"] = through.flatten(0, 1).t() @ operands(hist, extras).flatten(0, 1)
@@ -204,16 +211,6 @@ def _added_up(form: Form, hidden: int, shares: Tensor, bias: bool, dtype: torch.
     return {name: part for name, part in parts if there[name]}
 
 
-def _packed(form: Form, cut: Plan, weight: Tensor) -> Tensor:
-    """W~' as each member reads it, [members, units of all, gates * own units]: in order, every byte once."""
-    hidden, span = weight.shape[1], cut.members * cut.units
-    parts = weight.view(form.gates, hidden, hidden)
-    if (form.padded_gates, span) != (form.gates, hidden):
-        parts = weight.new_zeros(form.padded_gates, span, span)
-        parts[: form.gates, :hidden, :hidden] = weight.view(form.gates, hidden, hidden)
-    return parts.view(form.padded_gates, cut.members, cut.units, span).permute(1, 3, 0, 2).contiguous()
-
-
 def _projections(form: Form, xhat: Tensor, weight: Tensor) -> Tensor:
     """Q = W~' x^ of each statistics group for all steps at once, [groups, T * B, H]."""
     rows, hidden = xhat.flatten(0, 1), weight.shape[1]
@@ -237,12 +234,12 @@ def operands(hist: Tensor, extras: Extras) -> Tensor:
     return before if extras.drop is None else (before * extras.drop).to(before.dtype)
 
 
-def _through_norm(form: Form, d_y: Tensor, xhat: Tensor, gain: Given, stats: Tensor) -> Tensor:
+def _through_norm(form: Form, d_y: Tensor, xhat: Tensor, gain: Given, stats: Tensor, dtype: torch.dtype) -> Tensor:
     """What the norm passes on to the product."""
     from . import sequence
 
     steps, batch, width = d_y.shape
-    out = torch.empty_like(d_y)
+    out = torch.empty_like(d_y, dtype=dtype)
     block = power((form.gates, 1, 2)[form.split] * width // form.gates)
     arguments = {
         "d_y": d_y, "xhat": xhat, "gain": gain, "stats": stats, "out": out, "B": batch, "eps": form.eps,

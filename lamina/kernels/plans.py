@@ -27,14 +27,7 @@ class Plan:
     members: int
     groups: int
     chunk: int  # of the contraction (forward) or of the outputs (backward)
-    resident: bool
     warps: int
-    stages: int
-    ahead: int  # products whose operands are on their way
-
-    def __str__(self) -> str:
-        kind = "in shared memory" if self.resident else "from L2 each step"
-        return f"{self.groups} x {self.members} programs of {self.rows} rows x {self.units} units, weights {kind}"
 
 
 def processors(device: torch.device) -> int:
@@ -43,16 +36,15 @@ def processors(device: torch.device) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of a program's shared memory for weights and operand; the interpreter's are an H200's."""
-    hopper = 227 * 1024
+    """Bytes of a program's shared memory for weights and operand; the interpreter has any number."""
     if device.type != "cuda":
-        return hopper - RESERVED
-    properties = torch.cuda.get_device_properties(device)
+        return 2**40
+    properties, hopper = torch.cuda.get_device_properties(device), 227 * 1024
     return int(getattr(properties, "shared_memory_per_block_optin", hopper)) - RESERVED
 
 
 def plan(gates: int, hidden: int, batch: int, size: int, programs: int, memory: int, backward: bool) -> Plan | None:
-    """Cut a problem for ``programs`` that can be on the device at once; None when it does not fit.
+    """Cut a problem for ``programs`` that can be on the device at once; None when its weights do not fit on chip.
 
     ``size`` is that of an element of the product's operands, ``memory`` a program's shared memory, in bytes.
     """
@@ -69,12 +61,10 @@ def plan(gates: int, hidden: int, batch: int, size: int, programs: int, memory: 
     chunk = OVERRIDE.get("chunk") or _chunk(span, rows, size, backward)
     weights = size * gates * units * -(-span // chunk) * chunk
     operand = gates * units if backward else chunk * (-(-span // chunk) if rows <= 16 else 2)
-    resident = weights + size * rows * operand <= memory
-    if not resident:
-        chunk = min(chunk, 64 if size >= 4 else 128)
+    if weights + size * rows * operand > memory:
+        return None
     warps = OVERRIDE.get("warps") or (8 if backward or rows > 16 or span > 512 else 4)
-    ahead = -(-span // chunk) if rows <= 16 else 1
-    return Plan(rows, units, members, groups, chunk, resident, warps, 1 if resident else 4, ahead)
+    return Plan(rows, units, members, groups, chunk, warps)
 
 
 def path_for(request: Request) -> tuple[str, str]:
@@ -84,14 +74,15 @@ def path_for(request: Request) -> tuple[str, str]:
     (float32, B = 32, H = 1024), two launches after one another 60 against 34 (bfloat16, B = 128, H = 1024).
     """
     gates, device, size = 1 if request.cell == "RNN" else 4, request.device, _operand_size(request.dtype)
-    if torch.compiler.is_compiling():  # no look at the batch, which may be any
-        return _path_for(gates, request.hidden, 1, size, device, "")
+    if torch.compiler.is_compiling():  # for a batch of any size
+        return _path_for(gates, request.hidden, 0, size, device, "")
     return _cached_path_for(gates, request.hidden, request.batch, size, device, OVERRIDE.get("path", ""))
 
 
 def _path_for(gates: int, hidden: int, batch: int, size: int, device: torch.device, forced: str) -> tuple[str, str]:
-    found = [plan(gates, hidden, batch, size, processors(device), shared_memory(device), b) for b in (False, True)]
-    cuts = [p for p in found if p is not None and p.resident]
+    memory, programs = shared_memory(device), processors(device)
+    found = [plan(gates, hidden, batch or 2**16, size, programs, memory, b) for b in (False, True)]
+    cuts = [p for p in found if p is not None]
     steps = "one matrix product and one fused kernel a step: "
     if forced == "steps" or (not forced and len(cuts) < 2):
         return "steps", f"{steps}the weights of {hidden} units do not fit on chip"

@@ -3,7 +3,7 @@
 Layout. Batch rows are cut into tiles of BM; a *group* of P programs serves one tile, and each of them, a *member*,
 owns BU hidden units with all their gates, so gates and states never leave it. What travels between members each step
 is the new h (backward: shares of dL/dh) and a few sums per row for the norms, as ``exchange`` has it. Weights stay in
-shared memory for all steps where they fit (RESIDENT) and are read from L2 each step where they do not.
+shared memory for all steps; what does not fit there goes another way (``steps``).
 
 Words and shares lie twice, by the parity of the step, and are 0 at first, which is no exchange's number. Twice is
 enough: every step ends with something that each member reads from all (h, or shares and sums). A member writes to the
@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .exchange import aligned, as_bits, come_shares, come_states, come_words, send, share, state_bits, tag, word
+from .exchange import as_bits, come_shares, come_states, come_words, send, share, state_bits, tag, word
 from .formulas import (
     GRU,
     LSTM,
@@ -191,8 +191,8 @@ def forward_kernel(
     HAS_BIAS: tl.constexpr, HAS_BIAS_CELL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_RESETS: tl.constexpr,
     HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr, HAS_DROP: tl.constexpr,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
-    K: tl.constexpr, NK: tl.constexpr, P2: tl.constexpr, RESIDENT: tl.constexpr, SOLO: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, SPIN: tl.constexpr, WARPS: tl.constexpr,
+    K: tl.constexpr, NK: tl.constexpr, P2: tl.constexpr, SOLO: tl.constexpr, PRECISION: tl.constexpr,
+    SPIN: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One group of programs walks its tile of rows through all T steps."""
     group, member = tl.program_id(0) // P, tl.program_id(0) % P
@@ -221,11 +221,10 @@ def forward_kernel(
     r_ok = (r // BU < G) & (r_unit < H)
     at_weight = weight + ((r // BU) * H + r_unit).to(tl.int64) * H
     w = ()
-    if RESIDENT:
-        for part in tl.static_range(NK):
-            ok = r_ok[:, None] & (part * K + k < H)[None, :]
-            piece = tl.load(at_weight[:, None] + (part * K + k)[None, :], mask=ok, other=0.0)
-            w = w + (_as_operand(piece, weight.dtype.element_ty, PRECISION),)
+    for part in tl.static_range(NK):
+        ok = r_ok[:, None] & (part * K + k < H)[None, :]
+        piece = tl.load(at_weight[:, None] + (part * K + k)[None, :], mask=ok, other=0.0)
+        w = w + (_as_operand(piece, weight.dtype.element_ty, PRECISION),)
 
     gate_ok = (gates < G)[:, None, None] & unit_ok[None, :, None]
     if SITE != NOWHERE:
@@ -265,28 +264,11 @@ def forward_kernel(
         y = tl.zeros((GP * BU, BM), tl.float32)
         if SOLO:
             tl.debug_barrier()  # what other threads of this program have stored is there
-        if RESIDENT:
-            come = come_states(hist_t, seen_rows, H - 1, H, K, NK, H // K, SOLO, SPIN, WARPS)
-            for part in tl.static_range(NK):
-                old = _operand(come[part], hist, drop, restart, rows, row_ok, part * K + k, H, HAS_RESETS, HAS_DROP)
-                old = _as_operand(old, weight.dtype.element_ty, PRECISION)
-                y = tl.dot(w[part], tl.trans(old), y, input_precision=PRECISION)
-        else:
-            WHOLE: tl.constexpr = aligned(H, hist.dtype.element_ty, 128)
-            if WHOLE and not SOLO:  # all that is loaded ahead of its product must have come
-                come_states(hist_t, seen_rows, H - 1, H, triton.next_power_of_2(H), 1, 0, SOLO, SPIN, WARPS)
-            for begin in tl.range(0, H, K, num_stages=STAGES):
-                piece = tl.load(at_weight[:, None] + (begin + k)[None, :],
-                                mask=r_ok[:, None] & (begin + k < H)[None, :], other=0.0)  # fmt: skip
-                if WHOLE:
-                    old = tl.load(hist_t + rows[:, None] * H + (begin + k)[None, :], cache_modifier=".cg",
-                                  mask=row_ok[:, None] & (begin + k < H)[None, :], other=0.0)  # fmt: skip
-                else:  # loaded ahead, small pieces would go through L1, which does not see what others write
-                    old = come_states(hist_t + begin, seen_rows, H - 1 - begin, H, K, 1, 0, SOLO, SPIN, WARPS)[0]
-                old = _operand(old, hist, drop, restart, rows, row_ok, begin + k, H, HAS_RESETS, HAS_DROP)
-                old = _as_operand(old, weight.dtype.element_ty, PRECISION)
-                piece = _as_operand(piece, weight.dtype.element_ty, PRECISION)
-                y = tl.dot(piece, tl.trans(old), y, input_precision=PRECISION)
+        come = come_states(hist_t, seen_rows, H - 1, H, K, NK, H // K, SOLO, SPIN, WARPS)
+        for part in tl.static_range(NK):
+            old = _operand(come[part], hist, drop, restart, rows, row_ok, part * K + k, H, HAS_RESETS, HAS_DROP)
+            old = _as_operand(old, weight.dtype.element_ty, PRECISION)
+            y = tl.dot(w[part], tl.trans(old), y, input_precision=PRECISION)
         y3 = tl.reshape(y, (GP, BU, BM))
 
         # Its norm: one sum of squares per row and group of gates.
@@ -372,9 +354,9 @@ def forward_kernel(
 def _recalled(
     t, x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias, h_start, c_start, at, at_gates,
     own, own_gates, rows, row_ok, B, step_gates, step_units,
-    CELL: tl.constexpr, SITE: tl.constexpr, CELL_NORM: tl.constexpr, RELU: tl.constexpr, HAS_RESETS: tl.constexpr,
-    HAS_D_OUT: tl.constexpr, GP: tl.constexpr, NS: tl.constexpr, NSTAT: tl.constexpr, BU: tl.constexpr,
-    BM: tl.constexpr,
+    CELL: tl.constexpr, SITE: tl.constexpr, CELL_NORM: tl.constexpr, RAW_C: tl.constexpr, RELU: tl.constexpr,
+    HAS_RESETS: tl.constexpr, HAS_D_OUT: tl.constexpr, GP: tl.constexpr, NS: tl.constexpr, NSTAT: tl.constexpr,
+    BU: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """A step's activations, made anew from what forward kept; none of it waits for another program.
 
@@ -408,6 +390,8 @@ def _recalled(
         i, f, g, o = _split(y3, GP, BU, BM)
         i, f, g, o = lstm_gates(i, f, g, o)
         centred = f * c_old + i * g
+        if RAW_C:  # c itself, whose mean and deviation the norm took; made anew from rounded x^ it is another
+            centred = tl.load(c_hist + (t + 1) * step_units + at, mask=own, other=0.0)
         seen = centred
         if CELL_NORM:
             mean = tl.load(kept + (NSTAT - 2) * B, mask=row_ok, other=0.0)
@@ -498,8 +482,8 @@ def _gathered(shares, sums, q, q_turn, scale, drop, rows, units, own, number, H:
 
 @triton.jit(do_not_specialize=COUNTS)
 def backward_kernel(
-    x, weight, gain, bias, gain_cell, bias_cell,  # weight: W~ if RESIDENT, else W~' by member, [P, P*BU, GP*BU]
-    h_first, hist, c_hist, xhat, stats,  # as forward has them
+    x, weight, gain, bias, gain_cell, bias_cell,  # as forward has them
+    h_first, hist, c_hist, xhat, stats,
     q,  # [groups of gates, T, B, H]
     d_out, d_h, d_c,  # [T, B, H], [B, H], [B, H]
     d_x, d_y,  # [T, B, G*H]: to x and to the normalised product; one tensor where they are alike
@@ -514,9 +498,8 @@ def backward_kernel(
     HAS_D_C: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BIAS_CELL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_RESETS: tl.constexpr, HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr, HAS_DROP: tl.constexpr,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
-    K: tl.constexpr, NK: tl.constexpr, P2: tl.constexpr, PC: tl.constexpr, RESIDENT: tl.constexpr,
-    SOLO: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DEFER: tl.constexpr, SPIN: tl.constexpr,
-    WARPS: tl.constexpr,
+    K: tl.constexpr, NK: tl.constexpr, P2: tl.constexpr, PC: tl.constexpr, SOLO: tl.constexpr,
+    PRECISION: tl.constexpr, DEFER: tl.constexpr, SPIN: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """The same walk from the last step to the first."""
     group, member = tl.program_id(0) // P, tl.program_id(0) % P
@@ -533,6 +516,7 @@ def backward_kernel(
     at = rows[None, :] * H + units[:, None]
     step_gates, step_units = wide(B) * G * H, wide(B) * H
     NSTAT: tl.constexpr = (NS if SITE != NOWHERE else 0) + (2 if CELL_NORM else 0)
+    RAW_C: tl.constexpr = (not CARRY) and (not HAS_KEEP_C)  # what c_hist holds is the cell's c
     WIDE: tl.constexpr = (weight.dtype.element_ty == tl.float32) & (PRECISION != "tf32")  # float32 is kept whole
     TILE: tl.constexpr = BU * BM if WIDE else BU * BM // 2  # 64 bits each
     cell_turn, sums_turn, shares_turn = groups * P * 2 * BM, groups * P * NS * BM, wide(groups) * P * P * TILE
@@ -543,16 +527,13 @@ def backward_kernel(
 
     r, k = tl.arange(0, GP * BU), tl.arange(0, K)
     w = ()
-    if RESIDENT:
-        r_unit = member * BU + r % BU
-        at_rows = weight + ((r // BU) * H + r_unit).to(tl.int64) * H
-        r_ok = (r // BU < G) & (r_unit < H)
-        for part in tl.static_range(NK):
-            ok = r_ok[None, :] & (part * K + k < H)[:, None]
-            piece = tl.load(at_rows[None, :] + (part * K + k)[:, None], mask=ok, other=0.0)
-            w = w + (_as_operand(piece, weight.dtype.element_ty, PRECISION),)
-    else:
-        weight += wide(member) * P * BU * (GP * BU)
+    r_unit = member * BU + r % BU
+    at_rows = weight + ((r // BU) * H + r_unit).to(tl.int64) * H
+    r_ok = (r // BU < G) & (r_unit < H)
+    for part in tl.static_range(NK):
+        ok = r_ok[None, :] & (part * K + k < H)[:, None]
+        piece = tl.load(at_rows[None, :] + (part * K + k)[:, None], mask=ok, other=0.0)
+        w = w + (_as_operand(piece, weight.dtype.element_ty, PRECISION),)
 
     gate_ok = (gates < G)[:, None, None] & unit_ok[None, :, None]
     width = _group_width(H, G, SPLIT, NS)
@@ -584,8 +565,8 @@ def backward_kernel(
     sum_gain, sum_bias = tl.zeros((GP, BU, BM), tl.float32), tl.zeros((GP, BU, BM), tl.float32)
     a0, a1, a2, a3, a4, a5, a6, normed, inverse, rstd, dh_here, restart = _recalled(
         T - 1, x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias, h_start, c_start, at,
-        at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units, CELL, SITE, CELL_NORM, RELU, HAS_RESETS,
-        HAS_D_OUT, GP, NS, NSTAT, BU, BM)  # fmt: skip
+        at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units, CELL, SITE, CELL_NORM, RAW_C, RELU,
+        HAS_RESETS, HAS_D_OUT, GP, NS, NSTAT, BU, BM)  # fmt: skip
 
     for done in tl.range(0, T, num_stages=1):
         t = T - 1 - done
@@ -663,18 +644,9 @@ def backward_kernel(
             dy3 = dy3 * _for_gates(inverse, SPLIT, GP, BM)[:, None, :]
         operand = _as_operand(tl.reshape(dy3, (GP * BU, BM)), weight.dtype.element_ty, PRECISION)
         to = travelling + turn * shares_turn + member * TILE
-        if RESIDENT:
-            for part in tl.static_range(NK):
-                result = tl.dot(w[part], operand, input_precision=PRECISION)
-                _send_shares(to, result, done + 1, part * K, K, P, BU, BM, WIDE, SPIN)
-        else:
-            for begin in tl.range(0, P * BU, K, num_stages=STAGES):
-                unit = begin + k
-                slab = tl.load(weight + unit[:, None] * (GP * BU) + r[None, :], mask=(unit < P * BU)[:, None],
-                               other=0.0)  # fmt: skip
-                slab = _as_operand(slab, weight.dtype.element_ty, PRECISION)
-                result = tl.dot(slab, operand, input_precision=PRECISION)
-                _send_shares(to, result, done + 1, begin, K, P, BU, BM, WIDE, SPIN)
+        for part in tl.static_range(NK):
+            result = tl.dot(w[part], operand, input_precision=PRECISION)
+            _send_shares(to, result, done + 1, part * K, K, P, BU, BM, WIDE, SPIN)
 
         # While the others arrive: what nobody waits for, and the step before.
         tl.store(d_y + t * step_gates + at_gates, d_step.to(d_y.dtype.element_ty), mask=own_gates)
@@ -686,7 +658,7 @@ def backward_kernel(
         a0, a1, a2, a3, a4, a5, a6, normed, inverse, rstd, dh_here, restart = _recalled(
             tl.maximum(t - 1, 0), x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias, h_start,
             c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units, CELL, SITE, CELL_NORM,
-            RELU, HAS_RESETS, HAS_D_OUT, GP, NS, NSTAT, BU, BM)  # fmt: skip
+            RAW_C, RELU, HAS_RESETS, HAS_D_OUT, GP, NS, NSTAT, BU, BM)  # fmt: skip
         if SOLO:
             tl.debug_barrier()  # what other threads of this program have stored is there
         dh = _gathered(travelling + turn * shares_turn + wide(member) * P * TILE, sums + turn * sums_turn,
