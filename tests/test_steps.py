@@ -156,7 +156,7 @@ def test_everything_at_once_in_half_precision(row, dtype):
     assert_as_good(draws(row, (5, 3, 7, 100), **more), dtype)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 3, 17), (5, 1, 3, 100), (1, 3, 3, 100)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 3, 17), (3, 1, 3, 65), (1, 3, 3, 100)], ids=str)
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_sizes(row, shape):
     assert_as_good(draws(row, shape), torch.float32)

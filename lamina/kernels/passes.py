@@ -119,14 +119,15 @@ class Space:
         # Parameters are read where they lie; what arrives differently in every call has a place here.
         self.tensors = [*self.inputs, *(None if t is None else t.detach() for t in tensors[3:])]
         self.extras = extras
-        self.stream = replay.take_stream(next(t.device for t in tensors if t is not None))
+        self.device = next(t.device for t in tensors if t is not None)
+        self.stream = replay.take_stream(self.device)
         self.found: list[Tensor] = []
         self.forward = self.captured(lambda: self.found.extend(forward(setting, path, self.tensors, extras, keep)))
         self.backwards: dict[Hashable, Backwards] = {}
 
     def __del__(self) -> None:
         if hasattr(self, "stream"):
-            replay.give_stream(self.stream)
+            replay.give_stream(self.device, self.stream)
 
     def captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """What ``work`` launches, on memory of the graph's own."""

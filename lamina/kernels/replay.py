@@ -161,7 +161,7 @@ class Loop:
             graph.reset()
         self.graphs = {}
         if self.stream is not None:
-            give_stream(self.stream)
+            give_stream(self.device, self.stream)
             self.stream = None
 
 
@@ -181,6 +181,6 @@ def take_stream(device: torch.device) -> torch.cuda.Stream:
     return free.pop() if free else make(device, priority=-3)
 
 
-def give_stream(stream: torch.cuda.Stream) -> None:
+def give_stream(device: torch.device, stream: torch.cuda.Stream) -> None:
     """Back to those that may be taken."""
-    _streams[stream.device].append(stream)
+    _streams[device].append(stream)
