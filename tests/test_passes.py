@@ -178,3 +178,35 @@ def test_inside_a_capture_of_the_users():
         found = layer(x)[0]
     graph.replay()
     assert torch.equal(found, wanted)
+
+
+def test_autocast_and_weight_norm_are_captured_once():
+    """Their matrices are new tensors in every call, wherever they lie."""
+    for options, dtype in (({}, torch.bfloat16), ({"norm": "weight"}, None)):
+        passes.clear()
+        layer, x = layer_and_input(**options)
+        for _ in range(9):
+            x = torch.randn_like(x).requires_grad_()
+            with torch.autocast("cuda", torch.bfloat16, enabled=dtype is not None):
+                found = everything(layer, x)
+                wanted = piece_by_piece(layer, x)
+            assert same(found, wanted)
+        assert len(passes._kinds) == 1
+        assert 1 <= spaces() <= passes.SPACES
+
+
+@pytest.mark.parametrize("hidden", [40, 2400])
+def test_inference_mode_and_others_in_turn(hidden):
+    """What is kept in one mode serves in the others: on both paths."""
+    layer, x = layer_and_input(hidden=hidden)
+    with torch.no_grad(), replay.off():
+        wanted = layer(x)[0]
+    for _ in range(2):
+        for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+            for _ in range(4):
+                with mode():
+                    found = layer(x)[0]
+                if mode is torch.enable_grad:
+                    found.sum().backward()
+                else:
+                    assert torch.equal(found, wanted)

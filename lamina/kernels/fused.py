@@ -253,7 +253,7 @@ class _Sequence(torch.autograd.Function):
         if torch.is_grad_enabled():  # asked for with create_graph: these gradients will be differentiated
             found = _differentiable_gradients(ctx.setting, tensors, extras, grads, needed)
         elif ctx.lease is not None:
-            found = ctx.lease.space.walk_back(grads, needed[:COUNT], _backward)
+            found = ctx.lease.space.walk_back(tensors, grads, needed[:COUNT], _backward)
         else:
             found = _backward(ctx.setting, ctx.path, tensors, extras, kept, grads, needed)
         return None, None, None, *found, *(None for _ in extras)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from . import replay
 from .forms import Setting
@@ -47,8 +48,7 @@ def lease(
         return None
     if not _short(x, weight, matrix) or not replay.serves(x):
         return None
-    key = (setting, path, keep, replay.stream_of(x), _multiplication(x.dtype), *map(_identity, tensors[:3], (0, 0, 0)),
-           *map(_identity, tensors[3:], (1,) * 9))  # fmt: skip
+    key = (setting, path, keep, replay.stream_of(x), _multiplication(x.dtype), *map(_identity, tensors))
     with _lock:
         kind = _kinds.get(key)
         if kind is None:
@@ -76,11 +76,16 @@ def _multiplication(dtype: torch.dtype) -> Hashable:
     return (replay.multiplication(dtype), dtype == torch.float32 and tf32_wanted())
 
 
-def _identity(tensor: Given, address: int) -> Hashable:
-    """What a graph depends on: sizes, and of parameters where they lie, since graphs read them there."""
+def _stays(tensor: Tensor) -> bool:
+    """Parameters stay where they are; inputs, states and matrices that autocast has cast are new in every call."""
+    return isinstance(tensor, Parameter)
+
+
+def _identity(tensor: Given) -> Hashable:
+    """What a graph depends on: sizes, and of what stays where it lies, since graphs read it there."""
     if tensor is None:
         return None
-    return (tensor.shape, tensor.dtype, tensor.data_ptr() if address else 0, tensor.requires_grad)
+    return (tensor.shape, tensor.dtype, tensor.data_ptr() if _stays(tensor) else 0, tensor.requires_grad)
 
 
 class Kind:
@@ -100,7 +105,8 @@ class Kind:
             return None
         self.made += 1
         try:
-            return Lease(self, Space(*call))
+            with torch.inference_mode(False):  # what outlives a call must be of use in any mode
+                return Lease(self, Space(*call))
         except RuntimeError as error:
             warnings.warn(f"passes are launched piece by piece: they could not be captured ({error})", stacklevel=2)
             self.made = SPACES
@@ -115,19 +121,23 @@ class Space:
         forward: Forward,
     ) -> None:  # fmt: skip
         self.call = (setting, path)
-        self.inputs = [None if t is None else t.detach().clone() for t in tensors[:3]]
-        # Parameters are read where they lie; what arrives differently in every call has a place here.
-        self.tensors = [*self.inputs, *(None if t is None else t.detach() for t in tensors[3:])]
+        # What is new in every call has a place here; parameters have not, so that a model's end is theirs.
+        self.places = [None if t is None or _stays(t) else t.detach().clone() for t in tensors]
         self.extras = extras
         self.device = next(t.device for t in tensors if t is not None)
         self.stream = replay.take_stream(self.device)
         self.found: list[Tensor] = []
-        self.forward = self.captured(lambda: self.found.extend(forward(setting, path, self.tensors, extras, keep)))
+        given = self.standing(tensors)
+        self.forward = self.captured(lambda: self.found.extend(forward(setting, path, given, extras, keep)))
         self.backwards: dict[Hashable, Backwards] = {}
 
     def __del__(self) -> None:
         if hasattr(self, "stream"):
             replay.give_stream(self.device, self.stream)
+
+    def standing(self, tensors: Sequence[Given]) -> list[Given]:
+        """The tensors of a call, where graphs read them."""
+        return [tensor if place is None else place for tensor, place in zip(tensors, self.places)]
 
     def captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """What ``work`` launches, on memory of the graph's own."""
@@ -142,19 +152,21 @@ class Space:
 
     def walk(self, tensors: Sequence[Given]) -> tuple[Tensor, Tensor, Tensor]:
         """The forward pass: outputs, final h and final c, the caller's own."""
-        for place, tensor in zip(self.inputs, tensors):
+        for place, tensor in zip(self.places, tensors):
             if place is not None and tensor is not None:
                 place.copy_(tensor)
         self.forward.replay()
         hist, h_n, c_n = self.found[:3]
         return hist[1:].clone(), h_n.clone(), c_n.clone()
 
-    def walk_back(self, grads: Sequence[Given], needed: Sequence[bool], backward: Backward) -> list[Given]:
-        """The backward pass: gradients, the caller's own."""
+    def walk_back(
+        self, tensors: Sequence[Given], grads: Sequence[Given], needed: Sequence[bool], backward: Backward
+    ) -> list[Given]:
+        """The backward pass of a call with these tensors: gradients, the caller's own."""
         key = (*(None if g is None else g.dtype for g in grads), *needed)
         if key not in self.backwards:
             self.backwards[key] = Backwards(self, needed, backward)
-        return self.backwards[key].run(grads)
+        return self.backwards[key].run(self.standing(tensors), grads)
 
 
 class Backwards:
@@ -162,23 +174,25 @@ class Backwards:
 
     def __init__(self, space: Space, needed: Sequence[bool], backward: Backward) -> None:
         kept = [space.found[0], *space.found[3:]]
-        call = (*space.call, space.tensors, space.extras, kept)
-        self.work: Callable[[Sequence[Given]], list[Given]] = lambda grads: backward(*call, grads, needed)
+        setting_and_path, extras = space.call, space.extras
+        self.work: Callable[..., list[Given]] = lambda tensors, grads: backward(
+            *setting_and_path, tensors, extras, kept, grads, needed
+        )
         self.space = weakref.ref(space)  # which holds this
         self.graph: torch.cuda.CUDAGraph | None = None
         self.arriving: list[Given] = []
         self.found: list[Given] = []
         self.calls = 0
 
-    def run(self, grads: Sequence[Given]) -> list[Given]:
+    def run(self, tensors: Sequence[Given], grads: Sequence[Given]) -> list[Given]:
         """The first time launched as it is, which compiles and loads what is needed; captured the second time."""
         self.calls += 1
         space = self.space()
         if self.calls == 1 or space is None:
-            return self.work(grads)
+            return self.work(tensors, grads)
         if self.graph is None:
             self.arriving = [None if g is None else g.contiguous().clone() for g in grads]
-            self.graph = space.captured(lambda: self.found.extend(self.work(self.arriving)))
+            self.graph = space.captured(lambda: self.found.extend(self.work(tensors, self.arriving)))
         for place, gradient in zip(self.arriving, grads):
             if place is not None and gradient is not None:
                 place.copy_(gradient)

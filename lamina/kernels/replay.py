@@ -83,7 +83,8 @@ def copy_for(weight: Tensor) -> Copy:
     key = (stream_of(weight), weight.shape, weight.dtype)
     found = _copies.get(key)
     if found is None:
-        found = _copies[key] = Copy(weight)
+        with torch.inference_mode(False):
+            found = _copies[key] = Copy(weight)
     return found
 
 
@@ -94,7 +95,8 @@ def entry(key: Hashable, make: Callable[[], Any]) -> Any:
         return _entries[key]
     while len(_entries) >= LIMIT:
         _entries.popitem(last=False)[1].loop.close()
-    found = _entries[key] = make()
+    with torch.inference_mode(False):  # what outlives a call must be of use in any mode
+        found = _entries[key] = make()
     return found
 
 
