@@ -60,9 +60,10 @@ def lease(
 
 
 def clear() -> None:
-    """Forget all kinds; spaces go when their last lease ends."""
+    """Give back what is kept, here and for loops of steps; a space that is leased goes when its lease ends."""
     with _lock:
         _kinds.clear()
+    replay.clear()
 
 
 def _short(x: Tensor, weight: Tensor, matrix: Tensor) -> bool:
