@@ -34,7 +34,7 @@ def passes(cell: str, hidden: int, dtype: torch.dtype, path: str) -> None:
 def main() -> None:
     """All small cases."""
     for cell in ("LSTM", "GRU", "RNN"):
-        for hidden, dtype in ((33, torch.bfloat16), (40, torch.float32)):
+        for hidden, dtype in ((33, torch.bfloat16), (80, torch.bfloat16), (72, torch.float32)):
             for path in ("persistent", "steps"):
                 passes(cell, hidden, dtype, path)
                 print(cell, hidden, dtype, path, flush=True)

@@ -129,11 +129,12 @@ def worst(case: dict[str, Any], draws: list[dict[str, tuple[float, float]]]) -> 
     found = []
     for name in draws[0]:
         error, allowed = (math.sqrt(statistics.fmean(d[name][k] ** 2 for d in draws)) for k in (0, 1))
-        ratio = max(0.0, error - FLOOR[case["dtype"]]) / max(allowed, 1e-12)
+        apart = error - FLOOR[case["dtype"]]
+        ratio = math.inf if math.isnan(apart) else max(0.0, apart) / max(allowed, 1e-12)
         found.append({"tensor": name, "error": error, "reference": allowed, "ratio": ratio})
     return {
         **case,
-        **max(found, key=lambda f: f["ratio"] if f["ratio"] == f["ratio"] else math.inf),
+        **max(found, key=lambda f: f["ratio"]),
         "draws": len(draws),
     }
 

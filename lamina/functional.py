@@ -221,6 +221,12 @@ def _check_weights(call: Recurrence) -> None:
             f"{describe(w.weight_ih)} and {describe(w.weight_hh)}",
             "Pass torch's weight layout.",
         )
+    if w.bias_cell is not None and not call.placement.cell:
+        raise fail(
+            f"bias_cell stands behind the norm of c, which placement {call.placement.name!r} does not have",
+            describe(w.bias_cell),
+            "Pass None, or choose a placement with that norm.",
+        )
     for site in call.placement.sites():
         if getattr(w, f"gain_{site}") is None:
             continue

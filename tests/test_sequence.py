@@ -191,6 +191,36 @@ def test_gradients_of_gradients_take_the_reference_route(row, device):
             assert (a - b).norm() <= 2e-3 * b.norm() + 1e-4, name
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_lengths_of_any_stride(path, device):
+    table = torch.tensor([[3, 9], [1, 9], [2, 9]], device=device)
+    call = problem(("LSTM", "layer", "paper"), (3, 3, 4, 6), device, lengths=table[:, 0])
+    assert_as_good(call, torch.float32, path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_gains_without_a_norm_are_not_looked_at(path, device):
+    call = problem(("LSTM", "layer", "joint"), (3, 2, 4, 6), device)
+    three = torch.full((24,), 3.0, dtype=torch.float64, device=device)
+    more = {f"gain_{site}": three.clone().requires_grad_() for site in ("ih", "hh")}
+    assert_as_good(dataclasses.replace(call, weights=call.weights._replace(**more)), torch.float32, path)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("gates", [1, 4])
+def test_a_compiled_call_finds_a_plan_for_every_batch(gates, size, monkeypatch):
+    """On an H200: 132 multiprocessors with 227 KiB of shared memory each."""
+    memory = 227 * 1024 - plans.RESERVED
+    monkeypatch.setattr(plans, "processors", lambda device: 132)
+    monkeypatch.setattr(plans, "shared_memory", lambda device: memory)
+    for hidden in range(1, 1700, 37):
+        if plans._path_for(gates, hidden, 0, size, torch.device("cpu"), "")[0] != "persistent":
+            continue
+        for batch in (1, 8, 17, 33, 64, 100, 128, 500):
+            for backward in (False, True):
+                assert plans.plan(gates, hidden, batch, size, 132, memory, backward) is not None, (hidden, batch)
+
+
 def test_layers_take_it_by_name(device):
     torch.manual_seed(3)
     layer = lamina.LSTM(3, 5, 2, bidirectional=True, backend="triton", device=device)

@@ -77,8 +77,10 @@ def _tensors(call: Recurrence, valid: Tensor | None) -> list[Tensor | None]:
     """The call's tensors in the order of NAMES."""
     x = call.input if valid is None else _zero_unless(valid, call.input)
     w = reference.effective_weights(call)
-    layer = call.norm == "layer"
-    gains = (w.gain_ih, w.gain_hh, w.gain_sum, w.gain_cell) if layer else (None,) * 4  # weight norm has used its own
+    where = call.placement
+    sites = (where.ih, where.hh, where.sum, where.cell) if call.norm == "layer" else ((),) * 4
+    # A gain without a norm to stand behind is not looked at; weight norm has used its own.
+    gains = [g if site else None for g, site in zip((w.gain_ih, w.gain_hh, w.gain_sum, w.gain_cell), sites)]
     state = (*call.state, None)[:2]
     found = (x, *state, w.weight_ih, w.weight_hh, w.bias_ih, w.bias_hh, *gains, w.bias_cell)
     return [None if t is None else t.contiguous() for t in found]
@@ -87,13 +89,15 @@ def _tensors(call: Recurrence, valid: Tensor | None) -> list[Tensor | None]:
 def _extras(call: Recurrence) -> list[Tensor | None]:
     """Zoneout as tensors [T, B, H]; a rate is one number, expanded."""
     found: list[Tensor | None] = [call.lengths, call.resets]
-    for mask, hidden in zip((*call.zoneout, None)[:2], (call.weights.weight_hh.shape[1],) * 2):
+    masks = (*call.zoneout[: len(call.state)], None)[:2]
+    for mask, hidden in zip(masks, (call.weights.weight_hh.shape[1],) * 2):
         if mask is not None and not isinstance(mask, Tensor):
             mask = torch.full((), float(mask), device=call.input.device).expand(*call.input.shape[:2], hidden)
         found.append(mask)
     lengths, resets, keep_h, keep_c = found
     drop = None if call.recurrent_mask is None else call.recurrent_mask.contiguous()
-    return [lengths, None if resets is None else resets.contiguous(), keep_h, keep_c, drop]
+    lengths, resets = (None if t is None else t.contiguous() for t in (lengths, resets))
+    return [lengths, resets, keep_h, keep_c, drop]
 
 
 # What the function does.

@@ -32,8 +32,11 @@ Backward = Callable[..., list[Given]]
 LONGEST = 160  # steps: beyond, the GPU's time hides the host's
 LARGEST = 1 / 1024  # of a device's memory, for W_x x and the matrix; a space has about eight times that
 EAGER = 2  # calls of a kind before it is captured: they compile and load what is needed
-KINDS = 8  # that are remembered
+KINDS = 256  # whose calls are counted
 SPACES = 2  # of a kind: a training loop holds the last pass while it makes the next
+ALL_SPACES = 16
+
+MATRIX = 6  # where the recurrent matrix stands in what a forward pass gives
 
 _kinds: OrderedDict[Hashable, Kind] = OrderedDict()
 _lock = threading.RLock()
@@ -46,7 +49,7 @@ def lease(
     x, weight, matrix = tensors[0], tensors[3], tensors[4]
     if x is None or weight is None or matrix is None or any(e is not None for e in extras):
         return None
-    if not _short(x, weight, matrix) or not replay.serves(x):
+    if not _short(x, weight, matrix) or not replay.serves(x) or _saves_otherwise():
         return None
     key = (setting, path, keep, replay.stream_of(x), _multiplication(x.dtype), *map(_identity, tensors))
     with _lock:
@@ -56,7 +59,19 @@ def lease(
             while len(_kinds) > KINDS:
                 _kinds.popitem(last=False)
         _kinds.move_to_end(key)
-        return kind.lease(setting, path, keep, tensors, extras, forward)
+        found = kind.lease(setting, path, keep, tensors, extras, forward)
+        _make_room(kind)
+        return found
+
+
+def _make_room(current: Kind) -> None:
+    """Few spaces in all: those of the kinds that were not asked for longest go, and come back less readily."""
+    surplus = sum(kind.made for kind in _kinds.values()) - ALL_SPACES
+    for kind in _kinds.values():
+        if surplus > 0 and kind is not current and kind.free:
+            surplus -= len(kind.free)
+            kind.made -= len(kind.free)
+            kind.free, kind.calls, kind.eager = [], 0, 4 * kind.eager
 
 
 def clear() -> None:
@@ -71,6 +86,11 @@ def _short(x: Tensor, weight: Tensor, matrix: Tensor) -> bool:
         return False
     numbers = x.shape[0] * x.shape[1] * weight.shape[0] + matrix.numel()
     return numbers * x.element_size() <= LARGEST * torch.cuda.get_device_properties(x.device).total_memory
+
+
+def _saves_otherwise() -> bool:
+    """Whether someone has a hand in what autograd saves (checkpoint, save_on_cpu): all calls must save alike then."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _multiplication(dtype: torch.dtype) -> Hashable:
@@ -93,12 +113,12 @@ class Kind:
     """Calls that one graph can serve."""
 
     def __init__(self) -> None:
-        self.calls, self.made = 0, 0
+        self.calls, self.made, self.eager = 0, 0, EAGER
         self.free: list[Space] = []
 
     def lease(self, *call: Any) -> Lease | None:
         self.calls += 1
-        if self.calls <= EAGER:
+        if self.calls <= self.eager:
             return None
         if self.free:
             return Lease(self, self.free.pop())
@@ -130,6 +150,9 @@ class Space:
         self.found: list[Tensor] = []
         given = self.standing(tensors)
         self.forward = self.captured(lambda: self.found.extend(forward(setting, path, given, extras, keep)))
+        self.own_matrix = self.found[MATRIX] is not given[4]
+        if not self.own_matrix:  # without a norm it is the parameter itself
+            self.found[MATRIX] = self.found[0]
         self.backwards: dict[Hashable, Backwards] = {}
 
     def __del__(self) -> None:
@@ -164,10 +187,12 @@ class Space:
         self, tensors: Sequence[Given], grads: Sequence[Given], needed: Sequence[bool], backward: Backward
     ) -> list[Given]:
         """The backward pass of a call with these tensors: gradients, the caller's own."""
-        key = (*(None if g is None else g.dtype for g in grads), *needed)
+        given = self.standing(tensors)
+        lies = (0 if t is None else t.data_ptr() for t in given)  # hooks may have brought a parameter elsewhere
+        key = (*(None if g is None else g.dtype for g in grads), *needed, *lies)
         if key not in self.backwards:
             self.backwards[key] = Backwards(self, needed, backward)
-        return self.backwards[key].run(self.standing(tensors), grads)
+        return self.backwards[key].run(given, grads)
 
 
 class Backwards:
@@ -175,10 +200,14 @@ class Backwards:
 
     def __init__(self, space: Space, needed: Sequence[bool], backward: Backward) -> None:
         kept = [space.found[0], *space.found[3:]]
-        setting_and_path, extras = space.call, space.extras
-        self.work: Callable[..., list[Given]] = lambda tensors, grads: backward(
-            *setting_and_path, tensors, extras, kept, grads, needed
-        )
+        setting_and_path, extras, own_matrix = space.call, space.extras, space.own_matrix
+
+        def work(tensors: Sequence[Given], grads: Sequence[Given]) -> list[Given]:
+            now = kept if own_matrix else [*kept[: MATRIX - 2], tensors[4], *kept[MATRIX - 1 :]]
+            return backward(*setting_and_path, tensors, extras, now, grads, needed)
+
+        self.work = work
+        self.refused = False
         self.space = weakref.ref(space)  # which holds this
         self.graph: torch.cuda.CUDAGraph | None = None
         self.arriving: list[Given] = []
@@ -189,16 +218,25 @@ class Backwards:
         """The first time launched as it is, which compiles and loads what is needed; captured the second time."""
         self.calls += 1
         space = self.space()
-        if self.calls == 1 or space is None:
+        if self.calls == 1 or space is None or self.refused or torch.cuda.is_current_stream_capturing():
             return self.work(tensors, grads)
-        if self.graph is None:
-            self.arriving = [None if g is None else g.contiguous().clone() for g in grads]
-            self.graph = space.captured(lambda: self.found.extend(self.work(tensors, self.arriving)))
+        if self.graph is None and not self._capture(space, tensors, grads):
+            return self.work(tensors, grads)
         for place, gradient in zip(self.arriving, grads):
             if place is not None and gradient is not None:
                 place.copy_(gradient)
-        self.graph.replay()
+        if self.graph is not None:
+            self.graph.replay()
         return _copies(self.found)
+
+    def _capture(self, space: Space, tensors: Sequence[Given], grads: Sequence[Given]) -> bool:
+        self.arriving = [None if g is None else g.contiguous().clone() for g in grads]
+        try:
+            self.graph = space.captured(lambda: self.found.extend(self.work(tensors, self.arriving)))
+        except RuntimeError as error:
+            warnings.warn(f"passes are launched piece by piece: they could not be captured ({error})", stacklevel=2)
+            self.refused = True
+        return not self.refused
 
 
 def _copies(found: Sequence[Given]) -> list[Given]:

@@ -81,10 +81,11 @@ def path_for(request: Request) -> tuple[str, str]:
 
 def _path_for(gates: int, hidden: int, batch: int, size: int, device: torch.device, forced: str) -> tuple[str, str]:
     memory, programs = shared_memory(device), processors(device)
-    found = [plan(gates, hidden, batch or 2**16, size, programs, memory, b) for b in (False, True)]
+    batches = (batch,) if batch else (1, 2**16)  # few rows and many are cut differently
+    found = [plan(gates, hidden, n, size, programs, memory, b) for n in batches for b in (False, True)]
     cuts = [p for p in found if p is not None]
     steps = "one matrix product and one fused kernel a step: "
-    if forced == "steps" or (not forced and len(cuts) < 2):
+    if forced == "steps" or (not forced and len(cuts) < len(found)):
         return "steps", f"{steps}the weights of {hidden} units do not fit on chip"
     launches = max([-(-batch // (p.rows * p.groups)) for p in cuts], default=1)
     if not forced and launches > 1 and not interpreted():

@@ -31,10 +31,13 @@ def as_cudnn_multiplies(dtype: torch.dtype) -> Iterator[None]:
     could not be put back as it was.
     """
     matmul: Any = torch.backends.cuda.matmul
-    if dtype != torch.float32 or (matmul.fp32_precision == "tf32") == tf32_wanted():
+    if dtype != torch.float32:
         yield
         return
     before, wanted = matmul.fp32_precision, tf32_wanted()
+    if (before == "tf32") == wanted:
+        yield
+        return
     matmul.fp32_precision = "tf32" if wanted else "ieee"
     try:
         yield

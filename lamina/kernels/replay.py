@@ -180,7 +180,8 @@ def take_stream(device: torch.device) -> torch.cuda.Stream:
     cuBLAS's workspace belongs to a stream: graphs captured on one stream must not run at the same time.
     """
     free, make = _streams.setdefault(device, []), getattr(torch.cuda, "Stream")  # noqa: B009  (untyped in torch)
-    return free.pop() if free else make(device, priority=-3)
+    with LOCK:
+        return free.pop() if free else make(device, priority=-3)
 
 
 def give_stream(device: torch.device, stream: torch.cuda.Stream) -> None:
