@@ -20,19 +20,17 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lamina import records, reference
 from lamina.functional import run
 from lamina.placements import PLACEMENTS
-from lamina.reference import CellWeights, Recurrence, SequenceResult
-from tests.cases import gradients, leaves, random_call, rounded_products
+from lamina.reference import Recurrence
+from tests.cases import cast, everything, random_call, rounded_products
 
 HIDDEN = (1, 17, 100, 256, 257, 400, 512, 768, 1000, 1024, 2048, 2400)
 BATCH = (1, 3, 8, 17, 64, 128)
@@ -87,25 +85,6 @@ def problem(case: dict[str, Any]) -> Recurrence:
         if getattr(w, name) is not None
     }
     return dataclasses.replace(call, weights=w._replace(**scaled))
-
-
-def cast(call: Recurrence, dtype: torch.dtype, values: torch.dtype) -> Recurrence:
-    """A copy in ``dtype``, its numbers rounded to those of ``values``."""
-
-    def leaf(t: Tensor | None) -> Tensor | None:
-        return None if t is None else t.detach().to(values).to(dtype).requires_grad_(t.requires_grad)
-
-    weights: Any = CellWeights(*map(leaf, call.weights))  # type: ignore[arg-type]
-    state = tuple(map(leaf, call.state))
-    return dataclasses.replace(call, input=leaf(call.input), state=state, weights=weights)  # type: ignore[arg-type]
-
-
-def everything(call: Recurrence, how: Callable[[Recurrence], SequenceResult]) -> dict[str, Tensor]:
-    """Outputs, final states and gradients by name."""
-    result = how(call)
-    outputs, named = [result.output, *result.state], leaves(call)
-    found = gradients(outputs, list(named.values()))
-    return dict(zip(("output", "h_n", "c_n"), outputs)) | {f"d {n}": g for n, g in zip(named, found)}
 
 
 def errors(case: dict[str, Any], draw: int) -> dict[str, tuple[float, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import contextmanager
 
 import torch
@@ -57,6 +58,30 @@ def gradients(outputs, inputs):
     generator = torch.Generator().manual_seed(1)
     upstream = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in outputs]
     return torch.autograd.grad(outputs, inputs, upstream, allow_unused=True, materialize_grads=True)
+
+
+def cast(call: Recurrence, dtype: torch.dtype, values: torch.dtype) -> Recurrence:
+    """A copy of a call in ``dtype``, its numbers rounded to those of ``values``."""
+
+    def leaf(t):
+        return None if t is None else t.detach().to(values).to(dtype).requires_grad_(t.requires_grad)
+
+    def mask(t):
+        return t.to(torch.promote_types(dtype, torch.float32)) if isinstance(t, torch.Tensor) else t
+
+    return dataclasses.replace(
+        call, input=leaf(call.input), state=tuple(map(leaf, call.state)), weights=CellWeights(*map(leaf, call.weights)),
+        zoneout=tuple(map(mask, call.zoneout)), recurrent_mask=mask(call.recurrent_mask),
+    )  # fmt: skip
+
+
+def everything(call: Recurrence, run) -> dict[str, torch.Tensor]:
+    """Outputs, final states and gradients by name."""
+    result = run(call)
+    outputs = [result.output, *result.state]
+    named = leaves(call)
+    grads = gradients(outputs, list(named.values()))
+    return dict(zip(("output", "h_n", "c_n"), outputs)) | {f"d {name}": g for name, g in zip(named, grads)}
 
 
 def assert_same(got, want, bound=1e-12, names=None):

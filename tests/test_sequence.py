@@ -16,8 +16,8 @@ import lamina
 from lamina import functional, reference
 from lamina.kernels import forms, fused, plans
 from lamina.placements import PLACEMENTS
-from lamina.reference import CellWeights, Recurrence
-from tests.cases import EVERY, gradients, leaves, random_call, rounded_products
+from lamina.reference import Recurrence
+from tests.cases import EVERY, cast, everything, leaves, random_call, rounded_products
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("bfloat16_is_rounded")
@@ -36,29 +36,6 @@ def _deferred(request, monkeypatch):
 
 # Below these an error says nothing: what the reference itself may gain by luck of rounding.
 FLOOR = {torch.float32: 3e-6, torch.bfloat16: 2e-3, torch.float16: 5e-4}
-
-
-def cast(call: Recurrence, dtype: torch.dtype, values: torch.dtype) -> Recurrence:
-    """A copy of a call in ``dtype``, its numbers rounded to those of ``values``."""
-
-    def leaf(t):
-        return None if t is None else t.detach().to(values).to(dtype).requires_grad_(t.requires_grad)
-
-    def mask(t):
-        return t.to(torch.promote_types(dtype, torch.float32)) if isinstance(t, torch.Tensor) else t
-
-    return dataclasses.replace(
-        call, input=leaf(call.input), state=tuple(map(leaf, call.state)), weights=CellWeights(*map(leaf, call.weights)),
-        zoneout=tuple(map(mask, call.zoneout)), recurrent_mask=mask(call.recurrent_mask),
-    )  # fmt: skip
-
-
-def everything(call: Recurrence, run) -> dict[str, torch.Tensor]:
-    result = run(call)
-    outputs = [result.output, *result.state]
-    named = leaves(call)
-    grads = gradients(outputs, list(named.values()))
-    return dict(zip(("output", "h_n", "c_n"), outputs)) | {f"d {name}": g for name, g in zip(named, grads)}
 
 
 def assert_as_good(call: Recurrence, dtype: torch.dtype, path: str, times: float = 2.0) -> None:

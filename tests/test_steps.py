@@ -20,8 +20,8 @@ import torch
 
 from lamina import reference
 from lamina.placements import STATES
-from lamina.reference import CellWeights, Recurrence
-from tests.cases import LAYER, gradients, leaves, random_call
+from lamina.reference import Recurrence
+from tests.cases import LAYER, cast, everything, gradients, leaves, random_call
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -47,21 +47,6 @@ def _one_precision():
         yield
 
 
-def cast(call: Recurrence, dtype: torch.dtype, values: torch.dtype) -> Recurrence:
-    """A copy of a call in ``dtype``, its numbers rounded to those of ``values``."""
-
-    def leaf(t):
-        return None if t is None else t.detach().to(values).to(dtype).requires_grad_()
-
-    def mask(t):
-        return t.to(torch.promote_types(dtype, torch.float32)) if isinstance(t, torch.Tensor) else t
-
-    return dataclasses.replace(
-        call, input=leaf(call.input), state=tuple(map(leaf, call.state)), weights=CellWeights(*map(leaf, call.weights)),
-        zoneout=tuple(map(mask, call.zoneout)), recurrent_mask=mask(call.recurrent_mask),
-    )  # fmt: skip
-
-
 def problem(row, shape, **more) -> Recurrence:
     """A random call whose recurrent matrix has the usual size: larger ones make chaos, where errors say nothing."""
     call = random_call(*row, shape, device=DEVICE, **more)
@@ -71,14 +56,6 @@ def problem(row, shape, **more) -> Recurrence:
 
 def in_steps(call: Recurrence):
     return fused.run(call, "steps")
-
-
-def everything(call: Recurrence, run) -> dict[str, torch.Tensor]:
-    """Outputs, final states and the gradient of every leaf."""
-    result, named = run(call), leaves(call)
-    outputs = [result.output, *result.state]
-    grads = gradients(outputs, list(named.values()))
-    return dict(zip(("output", "h_n", "c_n"), outputs)) | {f"d {name}": g for name, g in zip(named, grads)}
 
 
 def errors(call: Recurrence, dtype: torch.dtype) -> dict[str, tuple[float, float]]:

@@ -28,6 +28,19 @@ class Form:
     std: bool
     eps: float
 
+    def constants(self) -> dict[str, Any]:
+        """Kernel arguments that every kernel of a recurrence takes."""
+        return {
+            "CELL": CELLS[self.cell],
+            "SITE": SITES[self.site],
+            "SPLIT": self.split,
+            "CELL_NORM": self.cell_norm,
+            "CARRY": self.carry,
+            "RELU": self.relu,
+            "STD": self.std,
+            "G": self.gates,
+        }
+
     @property
     def gates(self) -> int:
         return 3 if self.cell == "DREAMER" else GATES[self.cell]

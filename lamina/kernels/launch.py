@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import interpreted
-from .forms import CELLS, SITES, Extras, Form, power
+from .forms import Extras, Form, power
 from .plans import OVERRIDE, Plan, cut_for
 from .precision import as_cudnn_multiplies, precision
 from .start import start
@@ -21,17 +21,10 @@ FEW = 16  # units
 @cache
 def _constants(form: Form, cut: Plan, hidden: int, multiply: str, spin: bool) -> dict[str, Any]:
     return {
-        "CELL": CELLS[form.cell],
-        "SITE": SITES[form.site],
-        "SPLIT": form.split,
-        "CELL_NORM": form.cell_norm,
-        "CARRY": form.carry,
-        "RELU": form.relu,
-        "STD": form.std,
+        **form.constants(),
         "eps": form.eps,
         "H": hidden,
         "P": cut.members,
-        "G": form.gates,
         "GP": form.padded_gates,
         "BU": cut.units,
         "BM": cut.rows,

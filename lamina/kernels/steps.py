@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import interpreted, replay
-from .forms import CELLS, SITES, Extras, Form, power
+from .forms import Extras, Form, power
 from .formulas import (
     APART,
     GRU,
@@ -654,17 +654,10 @@ def _warps(block: int) -> int:
 
 def _constants(form: Form, hidden: int, tensors: Tensors) -> dict[str, Any]:
     return {
-        "CELL": CELLS[form.cell],
-        "SITE": SITES[form.site],
-        "SPLIT": form.split,
-        "CELL_NORM": form.cell_norm,
-        "CARRY": form.carry,
-        "RELU": form.relu,
-        "STD": form.std,
+        **form.constants(),
         "RATE_H": _is_rate(tensors["keep_h"]),
         "RATE_C": _is_rate(tensors["keep_c"]),
         "H": hidden,
-        "G": form.gates,
         "BLOCK": power(hidden),
     }
 
