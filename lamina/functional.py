@@ -175,7 +175,7 @@ def _request(call: Recurrence, single_step: bool) -> Request:
         "recurrence", call.input.device, call.input.dtype, call.eps, call.eps_mode,
         call.cell, call.norm, call.placement.name, single_step,
         call.weights.weight_hh.shape[0] // GATES[call.cell], call.input.shape[1],
-        call.weights.weight_hr is not None, transformed(call.input, call.weights.weight_hh),
+        call.weights.weight_hr is not None, transformed(call.input, call.weights.weight_hh), call.nonlinearity,
     )  # fmt: skip
 
 
@@ -367,6 +367,7 @@ def explain(target: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -
     request = Request(
         "recurrence", x.device, dtype, eps, mode, cell, norm, where.name, False,
         w.weight_hh.shape[0] // GATES[cell], x.shape[1], w.weight_hr is not None, transformed(x, w.weight_hh),
+        given.get("nonlinearity", "tanh"),
     )  # fmt: skip
     return choose(request, backend)
 

@@ -161,7 +161,7 @@ class RecurrentModule(nn.Module):
         return Request(
             "recurrence", like.device, dtype, self.eps, self.eps_mode, self.cell, self.norm, self._where.name,
             self.single_step, self.hidden_size, self._batch_of(*args), bool(self.proj_size),
-            transformed(like),
+            transformed(like), self.nonlinearity,
         )  # fmt: skip
 
     def _batch_of(self, *args: Any) -> int:

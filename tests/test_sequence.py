@@ -14,7 +14,7 @@ import torch
 
 import lamina
 from lamina import functional, reference
-from lamina.kernels import forms, fused, plans
+from lamina.kernels import forms, fused, plans, precision
 from lamina.placements import PLACEMENTS
 from lamina.reference import Recurrence
 from tests.cases import EVERY, cast, everything, leaves, random_call, rounded_products
@@ -38,17 +38,26 @@ def _deferred(request, monkeypatch):
 FLOOR = {torch.float32: 3e-6, torch.bfloat16: 2e-3, torch.float16: 5e-4}
 
 
-def assert_as_good(call: Recurrence, dtype: torch.dtype, path: str, times: float = 2.0) -> None:
-    """The fused path errs at most ``times`` as much as the reference in the same precision."""
+def errors(call: Recurrence, dtype: torch.dtype, path: str) -> dict[str, tuple[float, float]]:
+    """By name: how far the fused path and the reference in the same precision are from the truth."""
     truth = everything(cast(call, torch.float64, dtype), reference.evaluate)
-    with rounded_products() if call.input.device.type == "cuda" else nullcontext():  # cuDNN's TF32 switch is on
+    tf32 = call.input.device.type == "cuda" or precision.HALF_WHEN_INTERPRETED  # cuDNN's switch is on
+    with rounded_products() if tf32 else nullcontext():
         plain = everything(cast(call, dtype, dtype), reference.evaluate)
     ours = everything(cast(call, dtype, dtype), lambda c: fused.run(c, path))
+    found = {}
     for name, want in truth.items():
         assert ours[name].shape == want.shape, name
         assert ours[name].dtype == dtype, name
         size = max(want.norm().item(), 1e-2 * want.numel() ** 0.5)  # what is 0 but for eps has no digits to compare
         error, allowed = ((got[name].double() - want).norm().item() / size for got in (ours, plain))
+        found[name] = error, allowed
+    return found
+
+
+def assert_as_good(call: Recurrence, dtype: torch.dtype, path: str, times: float = 2.0) -> None:
+    """The fused path errs at most ``times`` as much as the reference in the same precision."""
+    for name, (error, allowed) in errors(call, dtype, path).items():
         assert error <= times * allowed + FLOOR[dtype], f"{name}: {error:.2g}, reference {allowed:.2g}"
 
 

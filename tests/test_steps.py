@@ -29,6 +29,8 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs TRITON_INTERPRET=1 or a GPU", allow_module_level=True)
 steps = importlib.import_module("lamina.kernels.steps")
 fused = importlib.import_module("lamina.kernels.fused")
+plans = importlib.import_module("lamina.kernels.plans")
+precision = importlib.import_module("lamina.kernels.precision")
 replay = importlib.import_module("lamina.kernels.replay")
 pytestmark = pytest.mark.usefixtures("bfloat16_is_rounded")
 
@@ -111,6 +113,15 @@ def test_every_row(row, dtype):
     assert_as_good(draws(row, (5, 3, 7, 100)), dtype)
 
 
+@pytest.mark.parametrize("shape", [(5, 3, 7, 100), (4, 17, 3, 33), (3, 1, 2, 257)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("row", [("LSTM", "layer", "paper"), ("GRU", "layer", "paper"), ("RNN", None, None)], ids=str)
+def test_own_product(row, dtype, shape, monkeypatch):
+    """As for matrices that are larger than the L2 cache: every other step reads them backwards."""
+    monkeypatch.setitem(plans.OVERRIDE, "product", True)
+    assert_as_good(draws(row, shape), dtype)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_ragged_and_restarted(row):
     assert_as_good(draws(row, (5, 3, 7, 17), **ragged_and_restarted()), torch.float32)
@@ -170,30 +181,31 @@ def prepared(row, shape, dtype=torch.float32):
     x, weight = random(count, batch, form.gates * hidden), random(form.gates * hidden, hidden).to(dtype) / hidden**0.5
     gates, units = (random(n).to(dtype) for n in (form.gates * hidden, hidden))
     there = (form.site, form.site == "sum" or form.cell == "GRU", form.cell_norm, form.cell_norm)
-    return (form, x, weight), [t if wanted else None for t, wanted in zip((gates, gates / 2, units, units / 2), there)]
+    matrix = precision.Matrix(weight, dtype)
+    return (form, x, matrix), [t if wanted else None for t, wanted in zip((gates, gates / 2, units, units / 2), there)]
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_shapes_are_told_beforehand(row, keep):
-    (form, x, weight), parameters = prepared(row, (4, 3, 2, 5), torch.float16)
-    got = steps.forward(form, x, weight, None, None, *parameters, fused.Extras(), keep)
-    assert [(tuple(t.shape), t.dtype) for t in got] == steps.shapes(form, x, weight, keep)
+    (form, x, matrix), parameters = prepared(row, (4, 3, 2, 5), torch.float16)
+    got = steps.forward(form, x, matrix, None, None, *parameters, fused.Extras(), keep)
+    assert [(tuple(t.shape), t.dtype) for t in got] == steps.shapes(form, x, torch.float16, keep)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_nothing_is_zeros(row):
     """States and gradients that are not given."""
-    (form, x, weight), parameters = prepared(row, (4, 3, 2, 5))
+    (form, x, matrix), parameters = prepared(row, (4, 3, 2, 5))
     zeros, found = torch.zeros(3, 5, device=DEVICE), []
     upstream = torch.randn(4, 3, 5, device=DEVICE)
     for nothing in (None, zeros):
-        hist, h_n, c_n, *kept = steps.forward(form, x, weight, nothing, nothing, *parameters, fused.Extras(), True)
+        hist, h_n, c_n, *kept = steps.forward(form, x, matrix, nothing, nothing, *parameters, fused.Extras(), True)
         more = [
             (upstream, nothing, nothing),
             (None if nothing is None else zeros.expand_as(upstream).clone(), zeros + 1, nothing),
         ]
-        grads = [steps.backward(form, x, weight, nothing, *parameters, fused.Extras(), (hist, *kept), *d) for d in more]
+        grads = [steps.backward(form, x, matrix, nothing, *parameters, fused.Extras(), (hist, *kept), *d) for d in more]
         found.append([hist, h_n, c_n, *(t for by_name in grads for t in by_name.values())])
         assert torch.equal(hist[-1], h_n)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -37,6 +37,7 @@ class Request:
     batch: int = 1
     projection: bool = False
     transformed: bool = False  # inside torch.func or forward-mode differentiation
+    nonlinearity: str = "tanh"
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,10 @@ def _obstacle(request: Request, forced: bool) -> str:
 
 def _fused(request: Request, backend: str) -> Choice:
     from .plans import path_for
+    from .precision import halves
 
     path, why = path_for(request)
+    if halves(request.dtype, request.nonlinearity):
+        why += "; recurrent products with TF32's digits, as scaled float16"
     again = "; gradients of gradients take the reference's route"
     return Choice("triton", f"{'asked for by name; ' if backend == 'triton' else ''}{why}{again}", path=path)

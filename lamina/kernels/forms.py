@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..placements import GATES, PLACEMENTS, PLAIN, Placement
 from ..reference import Recurrence
+from .precision import halves
 
 CELLS = {"RNN": 0, "LSTM": 1, "GRU": 2, "DREAMER": 3}
 SITES = {"": 0, "hh": 1, "sum": 2}
@@ -70,6 +71,7 @@ class Setting:
     eps: float
     eps_mode: str
     nonlinearity: str
+    factors: str  # of the recurrent products: "same" (of the model's dtype) or "half" (precision.halves)
 
     def encode(self) -> str:
         """As text, for operators that take no Python objects."""
@@ -78,8 +80,8 @@ class Setting:
     @classmethod
     def decode(cls, text: str) -> Setting:
         """The inverse of ``encode``."""
-        cell, norm, placement, eps, eps_mode, nonlinearity = text.split(",")
-        return cls(cell, norm, placement, float(eps), eps_mode, nonlinearity)
+        cell, norm, placement, eps, *others = text.split(",")
+        return cls(cell, norm, placement, float(eps), *others)
 
     @property
     def where(self) -> Placement:
@@ -89,7 +91,8 @@ class Setting:
 def setting_of(call: Recurrence) -> Setting:
     """The setting of a call whose norm is "layer" or none; weight norm is taken before the kernels."""
     norm = "layer" if call.norm == "layer" else "none"
-    return Setting(call.cell, norm, call.placement.name, call.eps, call.eps_mode, call.nonlinearity)
+    factors = "half" if halves(call.weights.weight_hh.dtype, call.nonlinearity) else "same"
+    return Setting(call.cell, norm, call.placement.name, call.eps, call.eps_mode, call.nonlinearity, factors)
 
 
 @cache

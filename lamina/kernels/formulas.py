@@ -31,6 +31,30 @@ def wide(n):
 
 
 @triton.jit
+def rounded(a, b):
+    """a b, never part of a fused multiply-add.
+
+    A sum over threads would be one otherwise: own product, unrounded, plus the other's. Threads that should all hold
+    the sum would then differ in its last bit, and which of them is stored is a race (compute-sanitizer found it).
+    """
+    if COMPILED:
+        return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
+    else:
+        return a * b
+
+
+@triton.jit
+def fitting(most):
+    """The power of two that brings ``most`` to between 2^14 and 2^15, as float16 likes it, and its inverse.
+
+    0 may be multiplied by anything; infinities and NaN stay what they are.
+    """
+    exponent = tl.maximum((most.to(tl.int32, bitcast=True) >> 23) & 255, 20)
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return up, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _exp2(x):
     if COMPILED:
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)

@@ -22,7 +22,7 @@ from .. import reference
 from ..reference import CellWeights, Recurrence, SequenceResult
 from . import launch, passes, replay
 from .forms import Extras, Form, Setting, form_of, setting_of
-from .precision import as_cudnn_multiplies
+from .precision import Matrix, as_cudnn_multiplies
 
 # The tensors of a call, in the order in which they travel.
 NAMES = (
@@ -156,21 +156,25 @@ def _there(tensor: Tensor | None) -> Tensor:
 
 
 def _forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep: bool) -> list[Tensor]:
-    """hist, the final h and c, then what backward needs: W_x x, its statistics, x, W_h centred, the path's own."""
+    """hist, the final h and c, then what backward needs: W_x x, its statistics, x, W_h and its bound, the path's own.
+
+    W_h is centred where its product is normed, and scaled float16 where it has a bound.
+    """
     from . import rows
 
     form, (groups, mode) = form_of(setting), _input_side(setting)
     x, h, c, weight_ih, weight_hh, bias_ih, bias_hh, gain_ih = tensors[:8]
-    x, weight_ih, matrix = _there(x), _there(weight_ih), _there(weight_hh)
+    x, weight_ih = _there(x), _there(weight_ih)
     with as_cudnn_multiplies(x.dtype):
         summed = torch.nn.functional.linear(x, weight_ih)
     biases = _outer_biases(form, bias_ih, bias_hh)
     prepared, statistics = rows.forward(summed, gain_ih, *biases, groups, mode, setting.eps, setting.eps_mode)
-    if form.site:
-        matrix = rows.centred(matrix, setting.where.groups(form.site))
+    normed = setting.where.groups(form.site) if form.site else ()
+    matrix = rows.matrix(_there(weight_hh), normed, setting.factors == "half")
     extra = Extras(*extras)
     hist, h_n, c_n, *kept = _module(path).forward(form, prepared, matrix, h, c, *_inner(form, tensors), extra, keep)
-    return [hist, h_n, c_n, summed, statistics, prepared, matrix, *kept]
+    most = prepared.new_empty(0) if matrix.most is None else matrix.most
+    return [hist, h_n, c_n, summed, statistics, prepared, matrix.values, most, *kept]
 
 
 def _backward(
@@ -183,7 +187,8 @@ def _backward(
     form, (groups, mode) = form_of(setting), _input_side(setting)
     x, h, _, weight_ih, _, bias_ih, bias_hh, gain_ih = tensors[:8]
     x, weight_ih = _there(x), _there(weight_ih)
-    hist, summed, statistics, prepared, matrix, *rest = kept
+    hist, summed, statistics, prepared, values, most, *rest = kept
+    matrix = Matrix(values, hist.dtype, most if most.numel() else None)
     arriving = [None if g is None else g.contiguous() for g in grads]
     found = _module(path).backward(
         form, prepared, matrix, h, *_inner(form, tensors), Extras(*extras), (hist, *rest), *arriving
@@ -323,9 +328,12 @@ def _(given: Sequence[Tensor], names: str, setting: str, path: str, keep: bool) 
     summed = x.new_empty((*x.shape[:2], weight_ih.shape[0]))
     prepared = torch.empty_like(summed, dtype=torch.float32)
     statistics = x.new_empty(rows.statistics_shape(summed, groups, mode), dtype=torch.float32)
-    shapes = _module(path).shapes(form_of(asked), prepared, weight_hh, keep)
+    shapes = _module(path).shapes(form_of(asked), prepared, weight_hh.dtype, keep)
     made = [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
-    return [*made[:3], summed, statistics, prepared, torch.empty_like(weight_hh), *made[3:]]
+    half = asked.factors == "half"
+    values = torch.empty_like(weight_hh, dtype=torch.float16 if half else None)
+    most = prepared.new_empty(1 if half else 0)
+    return [*made[:3], summed, statistics, prepared, values, most, *made[3:]]
 
 
 @torch.library.custom_op("lamina::sequence_backward", mutates_args=())

@@ -11,15 +11,15 @@ from torch import Tensor
 from . import interpreted
 from .forms import Extras, Form, power
 from .plans import OVERRIDE, Plan, cut_for
-from .precision import as_cudnn_multiplies, precision
+from .precision import Matrix, as_cudnn_multiplies, multiply, precision
 from .start import start
 
 Given = Tensor | None
-FEW = 16  # units
+FEW = 16  # units: over fewer, a norm's gradient is a small difference of large terms, and x^ must not be rounded
 
 
 @cache
-def _constants(form: Form, cut: Plan, hidden: int, multiply: str, spin: bool) -> dict[str, Any]:
+def _constants(form: Form, cut: Plan, hidden: int, multiplied: str, half: bool, spin: bool) -> dict[str, Any]:
     return {
         **form.constants(),
         "eps": form.eps,
@@ -32,7 +32,8 @@ def _constants(form: Form, cut: Plan, hidden: int, multiply: str, spin: bool) ->
         "NK": -(-cut.members * cut.units // cut.chunk),
         "P2": power(cut.members),
         "SOLO": cut.members == 1,
-        "PRECISION": multiply,
+        "PRECISION": multiplied,
+        "HALF": half,
         "SPIN": spin,
         "WARPS": cut.warps,
     }
@@ -54,7 +55,8 @@ def _start(kernel: Any, form: Form, cut: Plan, words: int, arguments: dict[str, 
     """
     x, weight = arguments["x"], arguments["weight"]
     steps, batch, width = x.shape
-    constants = _constants(form, cut, width // form.gates, precision(weight.dtype), not interpreted())
+    half = weight.dtype != arguments["hist"].dtype
+    constants = _constants(form, cut, width // form.gates, precision(weight.dtype), half, not interpreted())
     tiles = -(-batch // cut.rows)
     for first in range(0, tiles, cut.groups):
         groups = min(cut.groups, tiles - first)
@@ -68,32 +70,25 @@ def _statistics(form: Form) -> int:
     return (form.sums if form.site else 0) + (2 if form.cell_norm else 0)
 
 
-def shapes(form: Form, x: Tensor, weight: Tensor, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Of what ``forward`` gives."""
-    (steps, batch, width), hidden, kind, wide = x.shape, weight.shape[1], weight.dtype, torch.float32
+def shapes(form: Form, x: Tensor, kind: torch.dtype, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Of what ``forward`` gives in a model of dtype ``kind``."""
+    (steps, batch, width), wide = x.shape, torch.float32
+    hidden = width // form.gates
     lstm = form.cell == "LSTM"
     return [
         ((steps + 1, batch, hidden), kind),
         ((batch, hidden), kind),
         ((batch, hidden) if lstm else (0,), kind),
         ((steps + 1 if lstm else 0, batch, hidden), wide),
-        ((steps if keep else 0, batch, width), _kept_dtype(weight)),
+        ((steps if keep else 0, batch, width), wide if hidden < FEW else kind),
         ((steps if keep else 0, _statistics(form), batch), wide),
     ]
-
-
-def _kept_dtype(weight: Tensor) -> torch.dtype:
-    """Of x^ and of the gradients of the normalised product.
-
-    Over a few units a norm's gradient is a small difference of large terms, which rounding would swamp.
-    """
-    return torch.float32 if weight.shape[1] < FEW else weight.dtype
 
 
 def forward(
     form: Form,
     x: Tensor,
-    weight: Tensor,
+    matrix: Matrix,
     h: Given,
     c: Given,
     gain: Given,
@@ -106,14 +101,16 @@ def forward(
     """hist [T+1, B, H], the final h and c, c_hist, x^ and the norms' statistics; the last two only with ``keep``."""
     from . import sequence
 
+    weight = matrix.values
     cut = cut_for(form, weight.shape[1], x.shape[1], weight, False)
-    (shape, _), *others = shapes(form, x, weight, keep)
-    hist = _awaited(shape, weight) if cut.members > 1 else weight.new_empty(shape)
+    (shape, kind), *others = shapes(form, x, matrix.dtype, keep)
+    hist = _awaited(shape, kind, x.device) if cut.members > 1 else x.new_empty(shape, dtype=kind)
     h_last, c_last, c_hist, xhat, stats = (x.new_empty(shape, dtype=dtype) for shape, dtype in others)
     c = c if form.cell == "LSTM" else None
     arguments = {
         "weight": weight, "hist": hist, "h_last": h_last, "c_last": c_last, "c_hist": c_hist, "xhat": xhat,
         "stats": stats, "c_first": x if c is None else c, "HAS_C": c is not None, "TRAIN": keep,
+        **_scales(matrix, h, extras),
         **_shared(x, h, gain, bias, gain_cell, bias_cell), **extras.arguments(weight),
     }  # fmt: skip
     words = 2 * cut.members * cut.rows * (form.sums + 2)
@@ -121,16 +118,38 @@ def forward(
     return hist, h_last, c_last, c_hist, xhat, stats
 
 
-def _awaited(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def _awaited(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Filled with exchange.NOT_YET: members see by it what has not come."""
-    bits = torch.int32 if like.element_size() == 4 else torch.int16
-    return torch.full(shape, -1, dtype=bits, device=like.device).view(like.dtype)
+    bits = torch.int32 if dtype.itemsize == 4 else torch.int16
+    return torch.full(shape, -1, dtype=bits, device=device).view(dtype)
+
+
+def _scales(matrix: Matrix, h: Given, extras: Extras) -> dict[str, Any]:
+    """What scaled float16 factors were or are to be scaled by."""
+    bound = reach(matrix, h, extras)
+    most = matrix.values if matrix.most is None else matrix.most
+    return {"most": most, "reach": most if bound is None else bound, "HAS_REACH": bound is not None}
+
+
+def reach(matrix: Matrix, h: Given, extras: Extras) -> Given:
+    """A bound of each row's h as products see it, [B], where factors are scaled and the bound may not be 1.
+
+    No h is larger than 1 or the first one: every cell's new h is at most 1, or lies between such an h and the old one.
+    """
+    if matrix.most is None or (h is None and extras.drop is None):
+        return None
+    bound = torch.ones(1, device=matrix.values.device)
+    if h is not None:
+        bound = torch.linalg.vector_norm(h, torch.inf, 1, dtype=torch.float32).clamp(min=1)
+    if extras.drop is not None:
+        bound = bound * torch.linalg.vector_norm(extras.drop, torch.inf, 1, dtype=torch.float32)
+    return bound.contiguous()
 
 
 def backward(
     form: Form,
     x: Tensor,
-    weight: Tensor,
+    matrix: Matrix,
     h: Given,
     gain: Given,
     bias: Given,
@@ -146,7 +165,7 @@ def backward(
     from . import sequence
 
     hist, c_hist, xhat, stats = kept
-    batch, hidden = x.shape[1], weight.shape[1]
+    weight, batch, hidden = matrix.values, x.shape[1], matrix.values.shape[1]
     cut = cut_for(form, hidden, batch, weight, True)
     defer = bool(form.site) and (cut.members > 1 or "defer" in OVERRIDE)
     d_y = torch.empty_like(xhat)
@@ -159,6 +178,7 @@ def backward(
     arguments = {
         "weight": weight, "hist": hist, "c_hist": c_hist,
         "xhat": xhat, "stats": stats, "q": _projections(form, xhat, weight) if defer else weight,
+        "most": weight if matrix.most is None else matrix.most,
         **_incoming(x, d_out, d_h, d_c), "d_x": d_x, "d_y": d_y, "d_first": d_first, "shares": shares, "DEFER": defer,
         **_shared(x, h, gain, bias, gain_cell, bias_cell), **extras.arguments(weight),
         "PC": max(1, min(power(cut.members), 1024 * cut.warps // size)),
@@ -168,9 +188,9 @@ def backward(
     kinds = {t.dtype for t in (gain, bias, gain_cell, bias_cell) if t is not None}
     found = _added_up(form, hidden, shares, bias is not None, kinds.pop() if len(kinds) == 1 else torch.float32)
     found.update(zip("hc", d_first.unbind()))
-    through = _through_norm(form, d_y, xhat, gain, stats, weight.dtype) if form.site else d_y.to(weight.dtype)
+    through = _through_norm(form, d_y, xhat, gain, stats, matrix.dtype) if form.site else d_y.to(matrix.dtype)
     found["x"] = through if form.site == "sum" else d_x
-    with as_cudnn_multiplies(weight.dtype):
+    with as_cudnn_multiplies(matrix.dtype):
         found["weight"] = through.flatten(0, 1).t() @ operands(hist, extras).flatten(0, 1)
     return found
 
@@ -205,18 +225,21 @@ def _added_up(form: Form, hidden: int, shares: Tensor, bias: bool, dtype: torch.
 
 
 def _projections(form: Form, xhat: Tensor, weight: Tensor) -> Tensor:
-    """Q = W~' x^ of each statistics group for all steps at once, [groups, T * B, H]."""
-    rows, hidden = xhat.flatten(0, 1), weight.shape[1]
+    """Q = W~' x^ of each statistics group for all steps at once, [groups, T * B, H]; W~ as it is given, scaled or not.
+
+    |x^| is at most the square root of its group's size: float16 holds it without a scale.
+    """
+    kind, hidden = xhat.dtype, weight.shape[1]
+    rows = xhat.flatten(0, 1).to(weight.dtype)
+    q = weight.new_empty(form.statistics, rows.shape[0], hidden, dtype=kind)
     with as_cudnn_multiplies(weight.dtype):
-        if form.split == 0:
-            return rows @ weight
         if form.split == 1:
-            return torch.bmm(rows.view(-1, form.gates, hidden).transpose(0, 1), weight.view(-1, hidden, hidden))
-        q = weight.new_empty(2, rows.shape[0], hidden)
-        sizes = [2 * hidden, hidden]
+            by_gate = rows.view(-1, form.gates, hidden).transpose(0, 1)
+            return multiply(by_gate, weight.view(-1, hidden, hidden), out=q)
+        sizes = [rows.shape[1]] if form.split == 0 else [2 * hidden, hidden]
         for out, part, matrix in zip(q, torch.split(rows, sizes, 1), torch.split(weight, sizes)):
-            torch.mm(part, matrix, out=out)
-        return q
+            multiply(part, matrix, out=out)
+    return q
 
 
 def operands(hist: Tensor, extras: Extras) -> Tensor:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from . import Request, interpreted
 from .forms import Form, power
-from .precision import precision
+from .precision import halves, precision
 
 RESERVED = 28 * 1024  # bytes of shared memory that are left to the compiler
 OVERRIDE: dict[str, Any] = {}  # fields of a plan that a tuner tries
-MOST_ROWS = 32  # of a tile: with more, the cell's registers spill
+# Rows of a tile: as few as groups allow, since each step's work is by rows; with more, the cell's registers spill.
+FEWEST_ROWS, MOST_ROWS = 8, 32
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ def plan(gates: int, hidden: int, batch: int, size: int, programs: int, memory: 
         if units * gates > 256 and programs > 1:
             return None
     members = -(-hidden // units)
-    groups = max(1, min(programs // members, -(-batch // 16)))
-    rows = OVERRIDE.get("rows") or min(MOST_ROWS, max(16, power(-(-batch // groups))))
+    groups = max(1, min(programs // members, -(-batch // FEWEST_ROWS)))
+    rows = OVERRIDE.get("rows") or min(MOST_ROWS, max(FEWEST_ROWS, power(-(-batch // groups))))
     groups = min(groups, -(-batch // rows))
     span = members * units
     chunk = OVERRIDE.get("chunk") or _chunk(span, rows, size, backward)
@@ -63,7 +64,7 @@ def plan(gates: int, hidden: int, batch: int, size: int, programs: int, memory: 
     operand = gates * units if backward else chunk * (-(-span // chunk) if rows <= 16 else 2)
     if weights + size * rows * operand > memory:
         return None
-    warps = OVERRIDE.get("warps") or (8 if backward or rows > 16 or span > 512 else 4)
+    warps = OVERRIDE.get("warps") or (8 if rows > 16 or (backward and rows > 8 and span > 512) else 4)
     return Plan(rows, units, members, groups, chunk, warps)
 
 
@@ -73,7 +74,8 @@ def path_for(request: Request) -> tuple[str, str]:
     Measured on an H200 (LSTM, us a step, forward and backward): weights read from L2 in every step 40 against 30
     (float32, B = 32, H = 1024), two launches after one another 60 against 34 (bfloat16, B = 128, H = 1024).
     """
-    gates, device, size = 1 if request.cell == "RNN" else 4, request.device, _operand_size(request.dtype)
+    gates, device = 1 if request.cell == "RNN" else 4, request.device
+    size = 2 if halves(request.dtype, request.nonlinearity) else _operand_size(request.dtype)
     if torch.compiler.is_compiling():  # for a batch of any size
         return _path_for(gates, request.hidden, 0, size, device, "")
     return _cached_path_for(gates, request.hidden, request.batch, size, device, OVERRIDE.get("path", ""))

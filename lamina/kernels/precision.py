@@ -1,12 +1,20 @@
-"""float32 products: in TF32 where nn.LSTM would take it."""
+"""How matrices are multiplied: in their dtype, and float32 as nn.LSTM does, in TF32 unless that is switched off.
+
+TF32 is 11 digits of each factor and float32 sums. float16 has the same 11 digits in half the memory, but a smaller
+range. So where TF32 is allowed, the recurrent matrix, h and the gradients travel as float16 times a power of two: one
+for the matrix, one for each row of the others. A factor keeps all digits down to 2^-28 of the largest in its row, and
+float32 sums are what they were: errors are TF32's, memory and time are float16's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import interpreted
 
@@ -21,6 +29,35 @@ def precision(dtype: torch.dtype) -> str:
     if interpreted():
         return "ieee"
     return "tf32x3" if dtype == torch.float32 and not tf32_wanted() else "tf32"
+
+
+HALF_WHEN_INTERPRETED = False  # for tests
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The recurrent matrix as products take it, for a model of some dtype."""
+
+    values: Tensor  # [G*H, H]
+    dtype: torch.dtype  # the model's
+    most: Tensor | None = None  # [1] float32, where values are scaled float16: formulas.fitting(most) has the scale
+
+
+def halves(dtype: torch.dtype, nonlinearity: str) -> bool:
+    """Whether the factors of recurrent products are scaled float16; the h of ReLU has no bound to scale by."""
+    if interpreted() and not HALF_WHEN_INTERPRETED:
+        return False
+    return dtype == torch.float32 and nonlinearity != "relu" and tf32_wanted()
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a b of matrices or of batches of them, in their dtype; of float16 in float32 where ``out`` is."""
+    product: Any = torch.mm if a.dim() == 2 else torch.bmm
+    if out is None or out.dtype == a.dtype:
+        return product(a, b, out=out)  # type: ignore[no-any-return]
+    if a.is_cuda:
+        return product(a, b, out_dtype=out.dtype, out=out)  # type: ignore[no-any-return]
+    return product(a.to(out.dtype), b.to(out.dtype), out=out)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .forms import power
-from .formulas import inverse_deviation, std_correction, wide
+from .formulas import fitting, inverse_deviation, std_correction, wide
 from .plans import processors
+from .precision import Matrix
 from .start import start
 
 MODES = ("norm", "centre", "plain")
@@ -278,36 +279,46 @@ def _options(how: Cut) -> dict[str, Any]:
 
 
 @triton.jit
-def centre_kernel(
+def matrix_kernel(
     weight, out,  # [G*H, H] twice
+    most,  # [1]: a bound of what is written; None: it is not scaled
     W, H,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr, CENTRE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one group of rows, less their means: read twice, the second time from L2."""
+    """Some columns of one group of rows, less their means (read twice, the second time from L2), or as they are."""
     first, n = _part(W, H, GROUPS, COLUMNS, 1)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.arange(0, ROWS)
     at = wide(first + rows)[:, None] * H + columns[None, :]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for begin in range(0, n, ROWS):
-        ok = (begin + rows < n)[:, None] & (columns < H)[None, :]
-        total += tl.load(weight + wide(begin) * H + at, mask=ok, other=0.0).to(tl.float32)
-    mean = (tl.sum(total, 0) / n)[None, :]
+    mean = tl.zeros((1, COLUMNS), tl.float32)
+    if CENTRE:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for begin in range(0, n, ROWS):
+            ok = (begin + rows < n)[:, None] & (columns < H)[None, :]
+            total += tl.load(weight + wide(begin) * H + at, mask=ok, other=0.0).to(tl.float32)
+        mean = (tl.sum(total, 0) / n)[None, :]
+    scale = 1.0
+    if most is not None:
+        scale = fitting(tl.load(most))[0]
     for begin in range(0, n, ROWS):
         ok = (begin + rows < n)[:, None] & (columns < H)[None, :]
         x = tl.load(weight + wide(begin) * H + at, mask=ok, other=0.0).to(tl.float32)
-        tl.store(out + wide(begin) * H + at, (x - mean).to(out.dtype.element_ty), mask=ok)
+        tl.store(out + wide(begin) * H + at, ((x - mean) * scale).to(out.dtype.element_ty), mask=ok)
 
 
-def centred(weight: Tensor, groups: tuple[int, ...]) -> Tensor:
-    """Rows less the mean of their normalised group, so that W h has mean 0.
+def matrix(weight: Tensor, groups: tuple[int, ...], half: bool) -> Matrix:
+    """Rows less the mean of their normalised group, so that W h has mean 0; without groups as they are.
 
     No gradient is centred in turn: that of the product has mean 0 over the group, so W's has it too.
     """
-    out, hidden, columns = torch.empty_like(weight), weight.shape[1], 16  # many programs; 32 bytes a row at least
+    if not half and not groups:
+        return Matrix(weight, weight.dtype)
+    # No difference from a mean is more than twice the largest.
+    most = torch.linalg.vector_norm(weight, torch.inf).view(1) * 2 if half else None
+    out, hidden, columns = torch.empty_like(weight, dtype=torch.float16 if half else None), weight.shape[1], 16
     arguments = {
-        "weight": weight, "out": out, "W": weight.shape[0], "H": hidden, "GROUPS": groups, "ROWS": 256,
-        "COLUMNS": columns,
+        "weight": weight, "out": out, "most": most, "W": weight.shape[0], "H": hidden,
+        "GROUPS": groups or (weight.shape[0] // hidden,), "CENTRE": bool(groups), "ROWS": 256, "COLUMNS": columns,
     }  # fmt: skip
-    start(centre_kernel, (-(-hidden // columns), len(groups)), arguments, {"num_warps": 8})
-    return out
+    start(matrix_kernel, (-(-hidden // columns), max(1, len(groups))), arguments, {"num_warps": 8})
+    return Matrix(out, weight.dtype, most)

@@ -35,6 +35,7 @@ from .formulas import (
     RNN,
     TOGETHER,
     dreamer_gates,
+    fitting,
     gru_backward,
     gru_forward,
     gru_gates,
@@ -44,6 +45,7 @@ from .formulas import (
     lstm_output_backward,
     rnn_backward,
     rnn_forward,
+    rounded,
     std_correction,
     tanh,
     wide,
@@ -91,11 +93,11 @@ def _join(first, second, third, fourth):
 def _row_sums(a, b, SPLIT: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr):
     """Sums of a b [GP, BU, BM] over the units and over gates that share statistics: [NS * BM]."""
     if SPLIT == TOGETHER:
-        return tl.sum(tl.reshape(a * b, (GP * BU, BM)), 0)
+        return tl.sum(tl.reshape(rounded(a, b), (GP * BU, BM)), 0)
     elif SPLIT == PAIR:  # gates 0 and 1 together, 2 (and 3, which is padding and 0) apart
-        return tl.reshape(tl.sum(tl.reshape(a * b, (2, 2 * BU, BM)), 1), (2 * BM,))
+        return tl.reshape(tl.sum(tl.reshape(rounded(a, b), (2, 2 * BU, BM)), 1), (2 * BM,))
     else:
-        return tl.reshape(tl.sum(a * b, 1), (GP * BM,))
+        return tl.reshape(tl.sum(rounded(a, b), 1), (GP * BM,))
 
 
 @triton.jit
@@ -147,7 +149,7 @@ def _moments(words, c, own, count, member, number, H: tl.constexpr, P: tl.conste
     """
     mean = tl.sum(tl.where(own, c, 0.0), 0) / count
     apart = tl.where(own, c - mean[None, :], 0.0)
-    squares = tl.sum(apart * apart, 0)
+    squares = tl.sum(rounded(apart, apart), 0)
     if SOLO:
         return mean, squares / H
     else:
@@ -157,9 +159,9 @@ def _moments(words, c, own, count, member, number, H: tl.constexpr, P: tl.conste
         means, within = tl.split(tl.reshape(got, (P2, BM, 2)))
         p = tl.arange(0, P2)
         counts = 1.0 * tl.where(p < P, tl.minimum(H - p * BU, BU), 0)[:, None]
-        total = tl.sum(means * counts, 0) / H
+        total = tl.sum(rounded(means, counts), 0) / H
         away = means - total[None, :]
-        return total, tl.sum(within + away * away * counts, 0) / H
+        return total, tl.sum(within + rounded(away * away, counts), 0) / H
 
 
 @triton.jit
@@ -182,6 +184,7 @@ def forward_kernel(
     hist, c_hist,  # [T+1, B, H]; hist in the product's dtype, NOT_YET where members wait for it; c_hist float32
     h_last, c_last,  # [B, H]
     xhat, stats,  # kept for backward: [T, B, G*H], [T, NS (2 more for a cell norm), B]
+    most, reach,  # [1], [B]: bounds of the weights' and of h's absolute values; that of h is 1 without reach
     exchange,  # words, all 0 at first: of sums [2, groups, P, NS*BM], of moments [2, groups, P, 2*BM]
     lengths, resets, keep_h, keep_c, drop,  # [B], [T, B], [T, B, H] or strides 0, [B, H]
     keep_h_t, keep_h_b, keep_h_u, keep_c_t, keep_c_b, keep_c_u,  # strides
@@ -192,7 +195,7 @@ def forward_kernel(
     HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr, HAS_DROP: tl.constexpr,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
     K: tl.constexpr, NK: tl.constexpr, P2: tl.constexpr, SOLO: tl.constexpr, PRECISION: tl.constexpr,
-    SPIN: tl.constexpr, WARPS: tl.constexpr,
+    HALF: tl.constexpr, HAS_REACH: tl.constexpr, SPIN: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One group of programs walks its tile of rows through all T steps."""
     group, member = tl.program_id(0) // P, tl.program_id(0) % P
@@ -243,6 +246,12 @@ def forward_kernel(
     if HAS_C:
         c = tl.load(c_first + at, mask=own, other=0.0).to(tl.float32)
     h_start, c_start = h, c
+    if HALF:
+        largest = tl.full((BM,), 1.0, tl.float32)
+        if HAS_REACH:
+            largest = tl.load(reach + seen_rows)
+        up, down = fitting(largest)
+        down *= fitting(tl.load(most))[1]
     tl.store(as_bits(hist) + at, state_bits(h, hist.dtype.element_ty), mask=own)
     if CELL == LSTM:
         tl.store(c_hist + at, c, mask=own)
@@ -267,8 +276,10 @@ def forward_kernel(
         come = come_states(hist_t, seen_rows, H - 1, H, K, NK, H // K, SOLO, SPIN, WARPS)
         for part in tl.static_range(NK):
             old = _operand(come[part], hist, drop, restart, rows, row_ok, part * K + k, H, HAS_RESETS, HAS_DROP)
+            old = old * up[:, None] if HALF else old
             old = _as_operand(old, weight.dtype.element_ty, PRECISION)
             y = tl.dot(w[part], tl.trans(old), y, input_precision=PRECISION)
+        y = y * down[None, :] if HALF else y
         y3 = tl.reshape(y, (GP, BU, BM))
 
         # Its norm: one sum of squares per row and group of gates.
@@ -418,9 +429,12 @@ def _recalled(
 
 
 @triton.jit
-def _send_shares(place, result, number, begin, K: tl.constexpr, P: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
-                 WIDE: tl.constexpr, SPIN: tl.constexpr):  # fmt: skip
-    """This member's shares of dL/dh' of K units [K, BM] to the units' members, at [reader, writer, unit, row]."""
+def _send_shares(place, result, down, number, begin, K: tl.constexpr, P: tl.constexpr, BU: tl.constexpr,
+                 BM: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, SPIN: tl.constexpr):  # fmt: skip
+    """This member's shares of dL/dh' of K units [K, BM] to the units' members, at [reader, writer, unit, row].
+
+    Scaled last: a product that is multiplied by anything else would go through shared memory first.
+    """
     NB: tl.constexpr = BM if WIDE else BM // 2  # 64 bits each
     unit = begin + tl.arange(0, K)
     at = place + (unit // BU * (P * BU * NB) + unit % BU * NB)[:, None] + tl.arange(0, NB)[None, :]
@@ -428,8 +442,11 @@ def _send_shares(place, result, number, begin, K: tl.constexpr, P: tl.constexpr,
     if WIDE:
         send(at, result.to(tl.int32, bitcast=True), number + tl.zeros((K, NB), tl.int32), ok, SPIN)
     else:
-        low, high = tl.split(tl.reshape(share(result, tag(number)), (K, NB, 2)))
-        send(at, low, high, ok, SPIN)
+        low, high = tl.split(tl.reshape(result, (K, NB, 2)))
+        if HALF:
+            even, odd = tl.split(tl.reshape(down, (NB, 2)))
+            low, high = low * even[None, :], high * odd[None, :]
+        send(at, share(low, tag(number)), share(high, tag(number)), ok, SPIN)
 
 
 @triton.jit
@@ -474,7 +491,7 @@ def _gathered(shares, sums, q, q_turn, scale, drop, rows, units, own, number, H:
             each = tl.arange(0, NS)[:, None, None]
             at = each * q_turn + rows[None, None, :] * H + units[None, :, None]
             q3 = tl.load(q + at, mask=(each < NQ) & own[None, :, :], other=0.0).to(tl.float32)
-            dh -= tl.sum(q3 * s[:, None, :], 0)
+            dh -= tl.sum(rounded(q3, s[:, None, :]), 0)
     if HAS_DROP:
         dh *= tl.load(drop + rows[None, :] * H + units[:, None], mask=own, other=0.0).to(tl.float32)
     return tl.where(own, dh, 0.0)
@@ -488,6 +505,7 @@ def backward_kernel(
     d_out, d_h, d_c,  # [T, B, H], [B, H], [B, H]
     d_x, d_y,  # [T, B, G*H]: to x and to the normalised product; one tensor where they are alike
     d_first,  # [2, B, H]: to the first h and c
+    most,  # [1]: a bound of the weights' absolute values
     shares,  # [tiles, 2*G*H + 2*H]: of the gradients of bias, gain, bias_cell and gain_cell
     exchange,  # all 0 at first: words [2, groups, P, 2*BM] and [2, groups, P, NS*BM], shares [2, groups, P, P, BU*BM]
     lengths, resets, keep_h, keep_c, drop,
@@ -499,7 +517,7 @@ def backward_kernel(
     HAS_RESETS: tl.constexpr, HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr, HAS_DROP: tl.constexpr,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
     K: tl.constexpr, NK: tl.constexpr, P2: tl.constexpr, PC: tl.constexpr, SOLO: tl.constexpr,
-    PRECISION: tl.constexpr, DEFER: tl.constexpr, SPIN: tl.constexpr, WARPS: tl.constexpr,
+    PRECISION: tl.constexpr, HALF: tl.constexpr, DEFER: tl.constexpr, SPIN: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """The same walk from the last step to the first."""
     group, member = tl.program_id(0) // P, tl.program_id(0) % P
@@ -536,6 +554,7 @@ def backward_kernel(
         w = w + (_as_operand(piece, weight.dtype.element_ty, PRECISION),)
 
     gate_ok = (gates < G)[:, None, None] & unit_ok[None, :, None]
+    unscaled = fitting(tl.load(most))[1] if HALF else 1.0
     width = _group_width(H, G, SPLIT, NS)
     zero = tl.zeros((BU, BM), tl.float32)
     gain3 = tl.zeros((GP, BU, 1), tl.float32)
@@ -597,8 +616,8 @@ def backward_kernel(
                     d_seen += dc
                 sum_gain_cell += d_seen * centred
                 sum_bias_cell += d_seen
-                d_centred = d_seen * own_gain
-                mine = tl.reshape(tl.sum(tl.join(d_centred, d_centred * centred), 0), (2 * BM,))
+                d_centred = rounded(d_seen, own_gain)
+                mine = tl.reshape(tl.sum(tl.join(d_centred, rounded(d_centred, centred)), 0), (2 * BM,))
                 total = _summed_over_members(cell_sums + turn * cell_turn, mine, member, done + 1, P, P2, 2 * BM,
                                              SOLO, SPIN, WARPS)  # fmt: skip
                 plain, along = tl.split(tl.reshape(total / H, (BM, 2)))
@@ -640,13 +659,19 @@ def backward_kernel(
                 flat = tl.reshape(_row_sums(dy3, one, SPLIT, GP, BU, BM), (NS, BM)) / width
                 flat = _for_gates(flat, SPLIT, GP, BM)[:, None, :]
                 dy3 = tl.where(own_gates, dy3 - flat - normed * along[:, None, :], 0.0)
-            scale = scale * inverse
+            scale = scale * inverse * unscaled  # q is W~' x^ as the weights are given
             dy3 = dy3 * _for_gates(inverse, SPLIT, GP, BM)[:, None, :]
-        operand = _as_operand(tl.reshape(dy3, (GP * BU, BM)), weight.dtype.element_ty, PRECISION)
+        dy2 = tl.reshape(dy3, (GP * BU, BM))
+        if HALF:  # this member's part of each row in float16's range
+            up, down = fitting(tl.max(tl.abs(dy2), 0))
+            dy2, down = dy2 * up[None, :], down * unscaled
+        else:
+            down = scale
+        operand = _as_operand(dy2, weight.dtype.element_ty, PRECISION)
         to = travelling + turn * shares_turn + member * TILE
         for part in tl.static_range(NK):
             result = tl.dot(w[part], operand, input_precision=PRECISION)
-            _send_shares(to, result, done + 1, part * K, K, P, BU, BM, WIDE, SPIN)
+            _send_shares(to, result, down, done + 1, part * K, K, P, BU, BM, WIDE, HALF, SPIN)
 
         # While the others arrive: what nobody waits for, and the step before.
         tl.store(d_y + t * step_gates + at_gates, d_step.to(d_y.dtype.element_ty), mask=own_gates)

@@ -1,0 +1,657 @@
+"""Kernels of the stepwise path: all of a step but its product, one program for each row of the batch.
+
+A row is whole in its program, so norms are exact and nobody waits for anybody. A table in memory tells a kernel where
+the tensors of the call lie and which step it is: ``steps`` says why.
+
+Gates travel as tuples of four [BLOCK] vectors; of RNN only the first is real, of GRU the first three. An argument that
+is None is a thing the recurrence does not have, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .formulas import (
+    APART,
+    GRU,
+    LSTM,
+    NOWHERE,
+    ON_SUM,
+    PAIR,
+    RNN,
+    TOGETHER,
+    dreamer_gates,
+    fitting,
+    gru_backward,
+    gru_forward,
+    gru_gates,
+    inverse_deviation,
+    lstm_cell_backward,
+    lstm_gates,
+    lstm_output_backward,
+    rnn_backward,
+    rnn_forward,
+    std_correction,
+    tanh,
+    wide,
+)  # fmt: skip
+from .product import start_early, wait_for_last
+
+# The table of a pass: the number of steps, addresses of tensors, and from CLOCKS on each row's step.
+CLOCKS = tl.constexpr(32)
+
+
+@triton.jit(do_not_specialize=["B", "T", "begin"])
+def table_kernel(
+    table, B, T, begin,
+    p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, p16, p17, p18, p19, p20, p21, p22, p23,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where the tensors of a call lie, how many steps it has, and at which of them all rows begin."""
+    tl.store(table, wide(T))
+    given = (p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, p16, p17, p18, p19, p20, p21, p22,
+             p23)  # fmt: skip
+    for k in tl.static_range(24):
+        if given[k] is not None:
+            tl.store(table + 1 + k, given[k].to(tl.int64))
+    for skip in tl.range(0, B, BLOCK):
+        b = skip + tl.arange(0, BLOCK)
+        tl.store(table + CLOCKS + b, tl.zeros((BLOCK,), tl.int64) + begin, mask=b < B)
+
+
+@triton.jit
+def _there(stand_in, table, place):
+    """The tensor whose address is in the table, of the stand-in's type; all lie at multiples of 16 bytes."""
+    address = tl.load(table + 1 + place)
+    return tl.multiple_of(address.to(tl.pointer_type(stand_in.dtype.element_ty)), 16)
+
+
+# Rows of gates.
+
+
+@triton.jit
+def _units(BLOCK: tl.constexpr):
+    """Four in a row to a thread, whatever the dtype: 8 of 16 bits, as the compiler likes, it would have to shuffle."""
+    return tl.max_contiguous(tl.multiple_of(tl.arange(0, BLOCK), 4), 4)
+
+
+@triton.jit
+def _load_gates(at, j, ok, H: tl.constexpr, G: tl.constexpr):
+    """As they lie in memory: half as many registers in half precision."""
+    a = tl.load(at + j, mask=ok, other=0.0)
+    b, c, d = a, a, a
+    if G > 1:
+        b = tl.load(at + H + j, mask=ok, other=0.0)
+        c = tl.load(at + 2 * H + j, mask=ok, other=0.0)
+    if G > 3:
+        d = tl.load(at + 3 * H + j, mask=ok, other=0.0)
+    return a, b, c, d
+
+
+@triton.jit
+def _floats(y):
+    return y[0].to(tl.float32), y[1].to(tl.float32), y[2].to(tl.float32), y[3].to(tl.float32)
+
+
+@triton.jit
+def _store_gates(at, y, j, ok, H: tl.constexpr, G: tl.constexpr):
+    dtype = at.dtype.element_ty
+    tl.store(at + j, y[0].to(dtype), mask=ok)
+    if G > 1:
+        tl.store(at + H + j, y[1].to(dtype), mask=ok)
+        tl.store(at + 2 * H + j, y[2].to(dtype), mask=ok)
+    if G > 3:
+        tl.store(at + 3 * H + j, y[3].to(dtype), mask=ok)
+
+
+@triton.jit
+def _add(y, x):
+    return y[0] + x[0], y[1] + x[1], y[2] + x[2], y[3] + x[3]
+
+
+@triton.jit
+def _multiply(y, x):
+    return y[0] * x[0], y[1] * x[1], y[2] * x[2], y[3] * x[3]
+
+
+@triton.jit
+def _two_sums(a, b):
+    """Both in one reduction: the threads meet once."""
+    return tl.split(tl.sum(tl.join(a, b), 0))
+
+
+@triton.jit
+def _total(y, G: tl.constexpr):
+    total = y[0]
+    if G > 1:
+        total += y[1] + y[2]
+    if G > 3:
+        total += y[3]
+    return total
+
+
+@triton.jit
+def _largest(y, G: tl.constexpr):
+    """The largest absolute value of all gates; lanes past the row hold 0."""
+    most = tl.abs(y[0])
+    for gate in tl.static_range(1, G):
+        most = tl.maximum(most, tl.abs(y[gate]))
+    return tl.max(most, 0)
+
+
+@triton.jit
+def _group_means(y, H: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr):
+    """The mean of each gate's statistics group; lanes past the row hold 0."""
+    if SPLIT == TOGETHER:
+        mean = tl.sum(_total(y, G), 0) / (G * H)
+        return mean, mean, mean, mean
+    elif SPLIT == PAIR:
+        pair, alone = _two_sums(y[0] + y[1], y[2])
+        pair, alone = pair / (2 * H), alone / H
+        return pair, pair, alone, alone
+    else:
+        a, b = _two_sums(y[0], y[1])
+        c, d = _two_sums(y[2], y[3])
+        return a / H, b / H, c / H, d / H
+
+
+@triton.jit
+def _projections(d, normed, H: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr):
+    """The means of d and of d * x^ over each gate's group."""
+    along = _multiply(d, normed)
+    if SPLIT == TOGETHER:
+        mean, slope = _two_sums(_total(d, G), _total(along, G))
+        mean, slope = mean / (G * H), slope / (G * H)
+        return (mean, mean, mean, mean), (slope, slope, slope, slope)
+    else:
+        return _group_means(d, H, G, SPLIT), _group_means(along, H, G, SPLIT)
+
+
+@triton.jit
+def _normalise(y, H: tl.constexpr, eps, G: tl.constexpr, SPLIT: tl.constexpr, STD: tl.constexpr):
+    """Every group of gates with deviation 1, and each gate's 1/deviation.
+
+    Their mean is 0 already: W~ is centred over the group, and so is the input side of a sum that is normed.
+    """
+    var = _group_means(_multiply(y, y), H, G, SPLIT)
+    a, b = inverse_deviation(var[0], eps, STD), inverse_deviation(var[1], eps, STD)
+    rstd = (a, b, inverse_deviation(var[2], eps, STD), inverse_deviation(var[3], eps, STD))
+    return _multiply(y, rstd), rstd
+
+
+@triton.jit
+def _store_statistics(at, y, G: tl.constexpr, SPLIT: tl.constexpr):
+    """One number for each gate, written once for each group."""
+    tl.store(at, y[0])
+    if SPLIT == APART:
+        for gate in tl.static_range(1, G):
+            tl.store(at + gate, y[gate])
+    if SPLIT == PAIR:
+        tl.store(at + 2, y[2])
+
+
+@triton.jit
+def _load_statistics(at, G: tl.constexpr, SPLIT: tl.constexpr):
+    a = tl.load(at)
+    b, c, d = a, a, a
+    if SPLIT == APART:
+        b, c, d = tl.load(at + 1), tl.load(at + 2), tl.load(at + G - 1)
+    if SPLIT == PAIR:
+        c = tl.load(at + 2)
+    return a, b, c, d
+
+
+@triton.jit
+def _through_norm(d, normed, rstd, H: tl.constexpr, eps, G: tl.constexpr, SPLIT: tl.constexpr, STD: tl.constexpr):
+    """rstd (d - mean(d) - x^ mean(d x^)) of each group of gates."""
+    mean, slope = _projections(d, normed, H, G, SPLIT)
+    a, b = std_correction(rstd[0], eps, STD), std_correction(rstd[1], eps, STD)
+    slope = _multiply(slope, (a, b, std_correction(rstd[2], eps, STD), std_correction(rstd[3], eps, STD)))
+    a, b = d[0] - mean[0] - normed[0] * slope[0], d[1] - mean[1] - normed[1] * slope[1]
+    c = d[2] - mean[2] - normed[2] * slope[2]
+    return _multiply((a, b, c, d[3] - mean[3] - normed[3] * slope[3]), rstd)
+
+
+@triton.jit
+def _kept(keep, step, j, ok, H: tl.constexpr, RATE: tl.constexpr):
+    """Zoneout's weight of the old state: one number, or a mask [T, B, H]."""
+    if RATE:
+        return tl.load(keep).to(tl.float32)
+    else:
+        return tl.load(keep + step * H + j, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _seen(centred, gain_cell, bias_cell, j, ok):
+    if gain_cell is not None:
+        centred = centred * tl.load(gain_cell + j, mask=ok, other=0.0)
+    if bias_cell is not None:
+        centred = centred + tl.load(bias_cell + j, mask=ok, other=0.0)
+    return centred
+
+
+@triton.jit
+def _added_up(d_h, row, plane, j, ok, SHARES: tl.constexpr):
+    """A row of a product, whose parts lie in planes."""
+    total = tl.load(d_h + row + j, mask=ok, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, SHARES):
+        total += tl.load(d_h + part * plane + row + j, mask=ok, other=0.0)
+    return total
+
+
+@triton.jit
+def _row_scale(reach, b):
+    """What brings a row's h into float16's range, and its inverse; without a bound of its own it is at most 1."""
+    bound = tl.full((), 1.0, tl.float32)
+    if reach is not None:
+        bound = tl.load(reach + b)
+    return fitting(bound)
+
+
+@triton.jit
+def begin_kernel(
+    h, c, drop,  # [B, H] of any dtype; None is 0
+    most, reach,  # of scaled factors, as forward has them
+    hist, c_hist, carried, operand,
+    H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The initial state of one row, wherever forward's steps look for it."""
+    j = tl.arange(0, BLOCK)
+    ok, row = j < H, wide(tl.program_id(0)) * H
+    start_h, start_c = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    if h is not None:
+        start_h = tl.load(h + row + j, mask=ok, other=0.0).to(tl.float32)
+    rounded = start_h.to(hist.dtype.element_ty)
+    tl.store(hist + row + j, rounded, mask=ok)
+    if c_hist is not None:
+        if c is not None:
+            start_c = tl.load(c + row + j, mask=ok, other=0.0).to(tl.float32)
+        tl.store(c_hist + row + j, start_c, mask=ok)
+    if carried is not None:
+        tl.store(carried + row + j, start_h, mask=ok)
+    if drop is not None:
+        rounded = (rounded.to(tl.float32) * tl.load(drop + row + j, mask=ok, other=0.0)).to(hist.dtype.element_ty)
+    if most is not None:
+        rounded *= _row_scale(reach, tl.program_id(0))[0]
+    tl.store(operand + row + j, rounded.to(operand.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["B"])
+def forward_kernel(
+    B, eps,
+    table,  # where T, t and the tensors from x to drop are, in the order in which they stand here, as stand-ins
+    x,  # [T, B, G*H]: the input side
+    hist, c_hist,  # [T+1, B, H], known up to step t; hist in the product's dtype, c_hist float32
+    h_n, c_n,  # [B, H]: the last of them
+    xhat,  # [T, B, G*H or (G+1)*H]: for backward, W~ h', or its sum with x, normalised; then the normalised c
+    stats,  # [T, B, G+1]: for backward, 1/deviation of each gate's group and of the cell's norm
+    gain, bias, gain_cell, bias_cell,  # [G*H], [G*H], [H], [H]
+    lengths, resets, keep_h, keep_c, drop,  # [B], [T, B], [T, B, H] or one number, twice, [B, H]
+    most, reach,  # [1], [B], where factors are scaled float16: bounds of the weights and of each row's h
+    y,  # [B, G*H]: W~ h'
+    operand,  # [B, H]: h' of the next product
+    carried,  # [2, B, H] float32: the initial h, and the last one where its rounded form in hist would not do
+    CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
+    RELU: tl.constexpr, STD: tl.constexpr, RATE_H: tl.constexpr, RATE_C: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Step t of one row: everything but the product."""
+    b = wide(tl.program_id(0))
+    T, t = tl.load(table), tl.load(table + CLOCKS + b)
+    x, hist, h_n = _there(x, table, 0), _there(hist, table, 1), _there(h_n, table, 3)
+    c_hist = _there(c_hist, table, 2) if c_hist is not None else None
+    c_n = _there(c_n, table, 4) if c_n is not None else None
+    xhat = _there(xhat, table, 5) if xhat is not None else None
+    stats = _there(stats, table, 6) if stats is not None else None
+    gain = _there(gain, table, 7) if gain is not None else None
+    bias = _there(bias, table, 8) if bias is not None else None
+    gain_cell = _there(gain_cell, table, 9) if gain_cell is not None else None
+    bias_cell = _there(bias_cell, table, 10) if bias_cell is not None else None
+    lengths = _there(lengths, table, 11) if lengths is not None else None
+    resets = _there(resets, table, 12) if resets is not None else None
+    keep_h = _there(keep_h, table, 13) if keep_h is not None else None
+    keep_c = _there(keep_c, table, 14) if keep_c is not None else None
+    drop = _there(drop, table, 15) if drop is not None else None
+    most = _there(most, table, 16) if most is not None else None
+    reach = _there(reach, table, 17) if reach is not None else None
+    j = _units(BLOCK)
+    ok = j < H
+    row, plane = b * H, wide(B) * H
+    step = wide(t) * B + b
+    KEPT: tl.constexpr = (G + 1) * H if CELL_NORM else G * H
+
+    # Everything is fetched before the first sum makes the threads wait for each other, what is known before the product
+    # even before that.
+    inputs = _load_gates(x + step * (G * H), j, ok, H, G)
+    source = wide(t)  # the entry of the histories that this step starts from
+    if resets is not None:
+        source = tl.where(tl.load(resets + step) != 0, 0, source)
+    if CELL == LSTM:
+        c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0)
+    if carried is not None:
+        h_old = tl.load(carried + tl.where(source > 0, plane, 0) + row + j, mask=ok, other=0.0)
+    if gain is not None:
+        gains = _load_gates(gain, j, ok, H, G)
+    if bias is not None:
+        biases = _load_gates(bias, j, ok, H, G)
+    if keep_h is not None:
+        keeps_h = _kept(keep_h, step, j, ok, H, RATE_H)
+    if keep_c is not None:
+        keeps_c = _kept(keep_c, step, j, ok, H, RATE_C)
+    wait_for_last(PDL)
+    raw = _load_gates(y + b * (G * H), j, ok, H, G)
+
+    a = _floats(raw)
+    if most is not None:
+        up, down = _row_scale(reach, b)
+        down *= fitting(tl.load(most))[1]
+        a = _multiply(a, (down, down, down, down))
+    if SITE == ON_SUM:
+        a = _add(a, inputs)
+    if SITE != NOWHERE:
+        a, rstd = _normalise(a, H, eps, G, SPLIT, STD)
+        if stats is not None:
+            _store_statistics(stats + step * (G + 1), rstd, G, SPLIT)
+    if xhat is not None:
+        _store_gates(xhat + step * KEPT, a, j, ok, H, G)
+    if gain is not None:
+        a = _multiply(a, _floats(gains))
+    if bias is not None:
+        a = _add(a, _floats(biases))
+    if (SITE != ON_SUM) & ((CELL == LSTM) | (CELL == RNN)):
+        a = _add(a, inputs)
+
+    if CELL == LSTM:
+        i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3])
+        c = f * c_old + i * g
+        seen = c
+        if CELL_NORM:
+            cell_mean = tl.sum(c, 0) / H  # past the row c is 0
+            apart = tl.where(ok, c - cell_mean, 0.0)
+            cell_rstd = inverse_deviation(tl.sum(apart * apart, 0) / H, eps, STD)
+            seen = apart * cell_rstd
+            if xhat is not None:
+                tl.store(xhat + step * KEPT + G * H + j, seen.to(xhat.dtype.element_ty), mask=ok)
+                tl.store(stats + step * (G + 1) + G, cell_rstd)
+            seen = _seen(seen, gain_cell, bias_cell, j, ok)
+        h = o * tanh(seen)
+        if CARRY:
+            c = seen
+    elif CELL == RNN:
+        h = rnn_forward(a[0], RELU)
+    else:
+        if CELL == GRU:
+            _, z, n = gru_gates(inputs[0], inputs[1], inputs[2], a[0], a[1], a[2])
+        else:
+            _, z, n = dreamer_gates(a[0], a[1], a[2])
+        h = gru_forward(z, n, h_old)
+
+    if keep_h is not None:
+        h = keeps_h * h_old + (1.0 - keeps_h) * h
+    if keep_c is not None:
+        c = keeps_c * c_old + (1.0 - keeps_c) * c
+    if lengths is not None:
+        going = t < tl.load(lengths + b)
+        h = tl.where(going, h, h_old)
+        if CELL == LSTM:
+            c = tl.where(going, c, c_old)
+    start_early(PDL)  # not before: programs of the next kernel would find this one's multiprocessors full
+    after, last = (wide(t) + 1) * plane + row, ok & (t + 1 == T)
+    rounded = h.to(hist.dtype.element_ty)
+    tl.store(hist + after + j, rounded, mask=ok)
+    tl.store(h_n + row + j, rounded, mask=last)
+    if CELL == LSTM:
+        tl.store(c_hist + after + j, c, mask=ok)
+        tl.store(c_n + row + j, c.to(c_n.dtype.element_ty), mask=last)
+    if carried is not None:
+        tl.store(carried + plane + row + j, h, mask=ok)
+    if resets is not None:
+        restarts = tl.load(resets + step + B, mask=t + 1 < T, other=0) != 0
+        h = tl.where(restarts, tl.load(hist + row + j, mask=ok & restarts, other=0.0).to(tl.float32), h)
+    if drop is not None:
+        h *= tl.load(drop + row + j, mask=ok, other=0.0).to(tl.float32)
+    if most is not None:
+        h *= up
+    tl.store(operand + row + j, h.to(operand.dtype.element_ty), mask=ok)
+    tl.debug_barrier()  # every thread has read the clock
+    tl.store(table + CLOCKS + b, t + 1)
+
+
+@triton.jit(do_not_specialize=["B"])
+def backward_kernel(
+    B, eps,
+    table,  # where T, t and the tensors from x to drop are, in the order in which they stand here, as stand-ins
+    x, hist, c_hist, xhat, stats, gain, bias, gain_cell, bias_cell,  # as forward left them
+    d_out,  # [T, B, H]
+    d_h_n, d_c_n,  # [B, H]
+    d_raw, d_x, d_y,  # [T, B, G*H]: to W~ h', to x, to the normalised product; None where another is the same
+    d_cell,  # [T, B, H]: to the cell's norm, gain and bias included
+    lengths, resets, keep_h, keep_c, drop,
+    most,  # as forward has it
+    d_now,  # [B, G*H]: this step's part of d_raw
+    d_h,  # [SHARES, B, H]: W~' d_raw of the step after, to be added up
+    scale,  # [B], where factors are scaled float16: what d_h is to be multiplied by
+    direct,  # [B, H] float32: what reaches the old h past the product
+    d_c,  # [B, H] float32
+    first,  # [2, B, H] float32: what restarted rows sent to the initial h and c
+    CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
+    RELU: tl.constexpr, STD: tl.constexpr, RATE_H: tl.constexpr, RATE_C: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Step t of one row backwards, from the gradients of what it left to that of its product."""
+    b = wide(tl.program_id(0))
+    T, t = tl.load(table), tl.load(table + CLOCKS + b)
+    x, hist, xhat, d_raw = (
+        _there(x, table, 0), _there(hist, table, 1), _there(xhat, table, 3), _there(d_raw, table, 12)
+    )  # fmt: skip
+    c_hist = _there(c_hist, table, 2) if c_hist is not None else None
+    stats = _there(stats, table, 4) if stats is not None else None
+    gain = _there(gain, table, 5) if gain is not None else None
+    bias = _there(bias, table, 6) if bias is not None else None
+    gain_cell = _there(gain_cell, table, 7) if gain_cell is not None else None
+    bias_cell = _there(bias_cell, table, 8) if bias_cell is not None else None
+    d_out = _there(d_out, table, 9) if d_out is not None else None
+    d_h_n = _there(d_h_n, table, 10) if d_h_n is not None else None
+    d_c_n = _there(d_c_n, table, 11) if d_c_n is not None else None
+    d_x = _there(d_x, table, 13) if d_x is not None else None
+    d_y = _there(d_y, table, 14) if d_y is not None else None
+    d_cell = _there(d_cell, table, 15) if d_cell is not None else None
+    lengths = _there(lengths, table, 16) if lengths is not None else None
+    resets = _there(resets, table, 17) if resets is not None else None
+    keep_h = _there(keep_h, table, 18) if keep_h is not None else None
+    keep_c = _there(keep_c, table, 19) if keep_c is not None else None
+    drop = _there(drop, table, 20) if drop is not None else None
+    most = _there(most, table, 21) if most is not None else None
+    j = _units(BLOCK)
+    ok = j < H
+    row, plane = b * H, wide(B) * H
+    step = wide(t) * B + b
+    inner, last = t + 1 < T, ok & (t + 1 == T)
+    KEPT: tl.constexpr = (G + 1) * H if CELL_NORM else G * H
+
+    # Everything is fetched before the first sum makes the threads wait for each other.
+    raw = _load_gates(xhat + step * KEPT, j, ok, H, G)
+    if SITE != ON_SUM:
+        inputs = _load_gates(x + step * (G * H), j, ok, H, G)
+    source = wide(t)
+    if resets is not None:
+        source = tl.where(tl.load(resets + step) != 0, 0, source)
+    if CELL == LSTM:
+        c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0)
+    if (CELL != LSTM) & (CELL != RNN):
+        h_old = tl.load(hist + source * plane + row + j, mask=ok, other=0.0).to(tl.float32)
+    if SITE != NOWHERE:
+        rstd = _load_statistics(stats + step * (G + 1), G, SPLIT)
+    if CELL_NORM:
+        centred = tl.load(xhat + step * KEPT + G * H + j, mask=ok, other=0.0).to(tl.float32)
+        cell_rstd = tl.load(stats + step * (G + 1) + G)
+
+    # What arrives from the step after and from the outputs.
+    wait_for_last(PDL)
+    dh = _added_up(d_h, row, plane, j, ok & inner, SHARES)
+    if most is not None:
+        dh *= tl.load(scale + b, mask=inner, other=0.0)
+    if drop is not None:
+        dh *= tl.load(drop + row + j, mask=ok, other=0.0).to(tl.float32)
+    if direct is not None:
+        dh += tl.load(direct + row + j, mask=ok & inner, other=0.0)
+    if CELL == LSTM:
+        dc = tl.load(d_c + row + j, mask=ok & inner, other=0.0)
+    if resets is not None:
+        restarted = tl.load(resets + step + B, mask=inner, other=0) != 0
+        gone = ok & restarted
+        sent = tl.load(first + row + j, mask=gone, other=0.0) + dh
+        tl.store(first + row + j, tl.where(gone, sent, 0.0), mask=gone | last)
+        dh = tl.where(restarted, 0.0, dh)
+        if CELL == LSTM:
+            sent = tl.load(first + plane + row + j, mask=gone, other=0.0) + dc
+            tl.store(first + plane + row + j, tl.where(gone, sent, 0.0), mask=gone | last)
+            dc = tl.where(restarted, 0.0, dc)
+    if d_out is not None:
+        dh += tl.load(d_out + step * H + j, mask=ok, other=0.0).to(tl.float32)
+    if d_h_n is not None:
+        dh += tl.load(d_h_n + row + j, mask=last, other=0.0).to(tl.float32)
+    if d_c_n is not None:
+        dc += tl.load(d_c_n + row + j, mask=last, other=0.0).to(tl.float32)
+    past, past_c = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    if lengths is not None:
+        going = t < tl.load(lengths + b)
+        past = tl.where(going, 0.0, dh)
+        dh = tl.where(going, dh, 0.0)
+        if CELL == LSTM:
+            past_c = tl.where(going, 0.0, dc)
+            dc = tl.where(going, dc, 0.0)
+    if keep_h is not None:
+        keep = _kept(keep_h, step, j, ok, H, RATE_H)
+        past += keep * dh
+        dh = (1.0 - keep) * dh
+    if keep_c is not None:
+        keep = _kept(keep_c, step, j, ok, H, RATE_C)
+        past_c += keep * dc
+        dc = (1.0 - keep) * dc
+
+    # The cell, made anew from what forward kept.
+    a = _floats(raw)
+    if gain is not None:
+        a = _multiply(a, _floats(_load_gates(gain, j, ok, H, G)))
+    if bias is not None:
+        a = _add(a, _floats(_load_gates(bias, j, ok, H, G)))
+    if (SITE != ON_SUM) & (CELL != GRU):
+        a = _add(a, inputs)
+    if CELL == LSTM:
+        i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3])
+        out = tanh(_seen(centred, gain_cell, bias_cell, j, ok) if CELL_NORM else f * c_old + i * g)
+        d3, d_seen = lstm_output_backward(o, out, dh)
+        if CELL_NORM:
+            if CARRY:
+                d_seen += dc
+            tl.store(d_cell + step * H + j, d_seen.to(d_cell.dtype.element_ty), mask=ok)
+            d_seen = _seen(d_seen, gain_cell, None, j, ok)
+            mean, along = _two_sums(d_seen, d_seen * centred)
+            along = along / H * std_correction(cell_rstd, eps, STD)
+            d_seen = tl.where(ok, (d_seen - mean / H - centred * along) * cell_rstd, 0.0)
+            if not CARRY:
+                d_seen += dc
+        else:
+            d_seen += dc
+        d0, d1, d2, dc = lstm_cell_backward(i, f, g, c_old, d_seen)
+        tl.store(d_c + row + j, dc + past_c, mask=ok)
+        d = (d0, d1, d2, d3)
+    elif CELL == RNN:
+        d0 = rnn_backward(rnn_forward(a[0], RELU), dh, RELU)
+        d = (d0, d0, d0, d0)
+    else:
+        if CELL == GRU:
+            r, z, n = gru_gates(inputs[0], inputs[1], inputs[2], a[0], a[1], a[2])
+        else:
+            r, z, n = dreamer_gates(a[0], a[1], a[2])
+        d0, d1, d2, d3 = gru_backward(r, z, n, a[2], h_old, dh)
+        past += d3
+        if CELL != GRU:
+            d1 = -d1  # z falls where dreamer's u rises
+        d = (d0, d1, d2, d2)
+    if direct is not None:
+        tl.store(direct + row + j, past, mask=ok)
+    if d_x is not None:
+        _store_gates(d_x + step * (G * H), d, j, ok, H, G)
+    if (CELL != LSTM) & (CELL != RNN):
+        d = (d0, d1, d2 * r, d2)
+
+    # The norm.
+    if d_y is not None:
+        _store_gates(d_y + step * (G * H), d, j, ok, H, G)
+    if SITE != NOWHERE:
+        if gain is not None:
+            d = _multiply(d, _floats(_load_gates(gain, j, ok, H, G)))
+        if (CELL == LSTM) & (BLOCK > 2048):  # kept so long, it would not leave registers for the cell
+            raw = _load_gates(xhat + step * KEPT, j, ok, H, G)
+        d = _through_norm(d, _floats(raw), rstd, H, eps, G, SPLIT, STD)
+    start_early(PDL)
+    _store_gates(d_raw + step * (G * H), d, j, ok, H, G)
+    if most is not None:
+        up, down = fitting(_largest(d, G))
+        d = _multiply(d, (up, up, up, up))
+        tl.store(scale + b, down * fitting(tl.load(most))[1])
+    _store_gates(d_now + b * (G * H), d, j, ok, H, G)
+    tl.debug_barrier()  # every thread has read the clock
+    tl.store(table + CLOCKS + b, t - 1)
+
+
+@triton.jit(do_not_specialize=["B"])
+def end_kernel(
+    d_h, scale, direct, d_c, first, drop,  # as backward's steps left them
+    h_start, c_start,  # [B, H]
+    B, H: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one row's initial state: what left the first step and what restarted rows sent."""
+    j = tl.arange(0, BLOCK)
+    ok, row, plane = j < H, wide(tl.program_id(0)) * H, wide(B) * H
+    dh = _added_up(d_h, row, plane, j, ok, SHARES)
+    if scale is not None:
+        dh *= tl.load(scale + tl.program_id(0))
+    if drop is not None:
+        dh *= tl.load(drop + row + j, mask=ok, other=0.0).to(tl.float32)
+    if direct is not None:
+        dh += tl.load(direct + row + j, mask=ok, other=0.0)
+    if first is not None:
+        dh += tl.load(first + row + j, mask=ok, other=0.0)
+    tl.store(h_start + row + j, dh, mask=ok)
+    if c_start is not None:
+        dc = tl.load(d_c + row + j, mask=ok, other=0.0)
+        if first is not None:
+            dc += tl.load(first + plane + row + j, mask=ok, other=0.0)
+        tl.store(c_start + row + j, dc, mask=ok)
+
+
+@triton.jit(do_not_specialize=["N", "per"])
+def column_sums_kernel(
+    d, d_cell, xhat, sums,  # [N, G*H], [N, H], [N, PARTS*H], [programs, 2, PARTS*H]
+    N, H, per,
+    G: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums over this program's ``per`` rows of d and of d * x^, to be added up; the cell comes after the gates."""
+    blocks = tl.cdiv(H, COLUMNS)
+    gate, block = FIRST + tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    units = block * COLUMNS + tl.arange(0, COLUMNS)
+    width, column = G * H, gate * H
+    if d is None:
+        d, width, column = d_cell, H, 0
+    elif d_cell is not None:  # noqa: SIM102  (known when compiled, what follows is not)
+        if gate == G:
+            d, width, column = d_cell, H, 0
+    begin = wide(tl.program_id(1)) * per
+    end = tl.minimum(begin + per, N)
+    total, along = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    for skip in tl.range(0, per, ROWS):
+        rows = (begin + skip + tl.arange(0, ROWS))[:, None]
+        ok = (rows < end) & (units < H)[None, :]
+        part = tl.load(d + rows * width + (column + units)[None, :], mask=ok, other=0.0).to(tl.float32)
+        total += part
+        if xhat is not None:
+            at = rows * (PARTS * H) + (gate * H + units)[None, :]
+            along += part * tl.load(xhat + at, mask=ok, other=0.0).to(tl.float32)
+    out = sums + wide(tl.program_id(1)) * 2 * PARTS * H + gate * H + units
+    tl.store(out, tl.sum(total, 0), mask=units < H)
+    if xhat is not None:
+        tl.store(out + PARTS * H, tl.sum(along, 0), mask=units < H)
