@@ -26,12 +26,14 @@ test: $(STAMP)
 test-gpu:
 	LAMINA_TEST_DEVICE=cuda PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -n $(WORKERS) --dist worksteal tests
 
-# The recurrent layers on a GPU, with the Python at hand: errors at every size, ten thousand launches, then speed
-# against cuDNN's.
+# The recurrent layers on a GPU, with the Python at hand: errors at every size, ten thousand launches, memory and race
+# checks, what a first call costs, then speed against cuDNN's.
 bench-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/verify.py --out results/verify-sequence.json
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/stress.py --out results/stress-sequence.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --rivals bf16,fp32 --out results/bench-sequence.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/sanitize.py --out results/sanitize-sequence.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/first.py --out results/bench-first.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --rivals bf16 --out results/bench-sequence.json
 
 # A run killed with SIGKILL at random moments, resumed each time, compared with one that was never touched.
 soak: $(STAMP)

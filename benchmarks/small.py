@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck python benchmarks/small.py
 
 Every cell over sizes at which groups have several members, forward and backward, plain, ragged and restarted, on both
-paths.
+paths, with small and large tiles, and with our own product.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import lamina
 from lamina.kernels import plans, replay
 
 
-def passes(cell: str, hidden: int, dtype: torch.dtype, path: str) -> None:
+def passes(cell: str, hidden: int, dtype: torch.dtype, **override: object) -> None:
     """Forward and backward of one layer, with and without lengths and resets."""
-    plans.OVERRIDE["path"] = path
+    plans.OVERRIDE.clear()
+    plans.OVERRIDE.update(override)
     layer = getattr(lamina, cell)(5, hidden, device="cuda", dtype=dtype)
     x = torch.randn(3, 3, 5, device="cuda", dtype=dtype, requires_grad=True)
     resets = torch.zeros(3, 3, dtype=torch.bool, device="cuda")
@@ -36,8 +37,11 @@ def main() -> None:
     for cell in ("LSTM", "GRU", "RNN"):
         for hidden, dtype in ((33, torch.bfloat16), (80, torch.bfloat16), (72, torch.float32)):
             for path in ("persistent", "steps"):
-                passes(cell, hidden, dtype, path)
+                passes(cell, hidden, dtype, path=path)
                 print(cell, hidden, dtype, path, flush=True)
+        for more in ({"path": "persistent", "rows": 16}, {"path": "steps", "product": True, "parts": 0}):
+            passes(cell, 80, torch.bfloat16, **more)
+            print(cell, 80, torch.bfloat16, more, flush=True)
 
 
 if __name__ == "__main__":

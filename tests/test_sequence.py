@@ -374,3 +374,15 @@ def test_inside_a_cuda_graph(path, device):
         torch.cuda.synchronize()
         assert torch.equal(out, want)
         assert all(torch.equal(a, b) for a, b in zip(grads, wanted))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_frozen_matrix_costs_no_product_and_changes_nothing(path, device, monkeypatch):
+    call = cast(problem(("LSTM", "layer", "paper"), (3, 2, 4, 5), device), torch.float32, torch.float32)
+    want = torch.autograd.grad(fused.run(call, path).output.sum(), call.input)
+    frozen = dataclasses.replace(call, weights=call.weights._replace(weight_hh=call.weights.weight_hh.detach()))
+    asked = []
+    backward = fused._module(path).backward
+    monkeypatch.setattr(fused._module(path), "backward", lambda *a, **k: asked.append(k) or backward(*a, **k))
+    assert torch.equal(torch.autograd.grad(fused.run(frozen, path).output.sum(), frozen.input)[0], want[0])
+    assert asked == [{"train_matrix": False}]

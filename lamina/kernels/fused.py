@@ -191,8 +191,9 @@ def _backward(
     matrix = Matrix(values, hist.dtype, most if most.numel() else None)
     arriving = [None if g is None else g.contiguous() for g in grads]
     found = _module(path).backward(
-        form, prepared, matrix, h, *_inner(form, tensors), Extras(*extras), (hist, *rest), *arriving
-    )
+        form, prepared, matrix, h, *_inner(form, tensors), Extras(*extras), (hist, *rest), *arriving,
+        train_matrix=needed[4],
+    )  # fmt: skip
     outer = [b for b in _outer_biases(form, bias_ih, bias_hh) if b is not None]
     d_summed, small = rows.backward(
         found["x"], summed, gain_ih, statistics, groups, mode, setting.eps, setting.eps_mode, bool(outer)
@@ -205,7 +206,7 @@ def _backward(
     after = found.get("bias")
     sides = (after, after) if form.site == "sum" else (before, after if form.cell == "GRU" else before)
     given = {
-        "input": d_input, "weight_ih": d_weight, "weight_hh": found["weight"], "h": found["h"], "c": found.get("c"),
+        "input": d_input, "weight_ih": d_weight, "weight_hh": found.get("weight"), "h": found["h"], "c": found.get("c"),
         "bias_ih": sides[0], "bias_hh": sides[1], "gain_ih": small[0] if gain_ih is not None else None,
         "gain_hh": found.get("gain"), "gain_sum": found.get("gain"), "gain_cell": found.get("gain_cell"),
         "bias_cell": found.get("bias_cell"),

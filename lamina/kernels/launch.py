@@ -160,8 +160,9 @@ def backward(
     d_out: Given,
     d_h: Given,
     d_c: Given,
+    train_matrix: bool = True,
 ) -> dict[str, Tensor]:
-    """Gradients by name: x, weight, h, c, gain, bias, gain_cell, bias_cell."""
+    """Gradients by name: x, weight (if it is trained), h, c, gain, bias, gain_cell, bias_cell."""
     from . import sequence
 
     hist, c_hist, xhat, stats = kept
@@ -190,8 +191,9 @@ def backward(
     found.update(zip("hc", d_first.unbind()))
     through = _through_norm(form, d_y, xhat, gain, stats, matrix.dtype) if form.site else d_y.to(matrix.dtype)
     found["x"] = through if form.site == "sum" else d_x
-    with as_cudnn_multiplies(matrix.dtype):
-        found["weight"] = through.flatten(0, 1).t() @ operands(hist, extras).flatten(0, 1)
+    if train_matrix:
+        with as_cudnn_multiplies(matrix.dtype):
+            found["weight"] = through.flatten(0, 1).t() @ operands(hist, extras).flatten(0, 1)
     return found
 
 

@@ -30,11 +30,12 @@ Forward = Callable[..., list[Tensor]]
 Backward = Callable[..., list[Given]]
 
 LONGEST = 160  # steps: beyond, the GPU's time hides the host's
-LARGEST = 1 / 1024  # of a device's memory, for W_x x and the matrix; a space has about eight times that
+LARGEST = 1 / 512  # of a device's memory, for W_x x and the matrix; a space has about eight times that
 EAGER = 2  # calls of a kind before it is captured: they compile and load what is needed
 KINDS = 256  # whose calls are counted
 SPACES = 2  # of a kind: a training loop holds the last pass while it makes the next
 ALL_SPACES = 16
+ALL_MEMORY = 1 / 20  # of a device's, for all of them
 
 MATRIX = 6  # where the recurrent matrix stands in what a forward pass gives
 
@@ -49,13 +50,14 @@ def lease(
     x, weight, matrix = tensors[0], tensors[3], tensors[4]
     if x is None or weight is None or matrix is None or any(e is not None for e in extras):
         return None
-    if not _short(x, weight, matrix) or not replay.serves(x) or _saves_otherwise():
+    share = _share(x, weight, matrix)
+    if not x.is_cuda or x.shape[0] > LONGEST or share > LARGEST or not replay.serves(x) or _saves_otherwise():
         return None
     key = (setting, path, keep, replay.stream_of(x), _multiplication(x.dtype), *map(_identity, tensors))
     with _lock:
         kind = _kinds.get(key)
         if kind is None:
-            kind = _kinds[key] = Kind()
+            kind = _kinds[key] = Kind(8 * share)
             while len(_kinds) > KINDS:
                 _kinds.popitem(last=False)
         _kinds.move_to_end(key)
@@ -66,12 +68,17 @@ def lease(
 
 def _make_room(current: Kind) -> None:
     """Few spaces in all: those of the kinds that were not asked for longest go, and come back less readily."""
-    surplus = sum(kind.made for kind in _kinds.values()) - ALL_SPACES
     for kind in _kinds.values():
-        if surplus > 0 and kind is not current and kind.free:
-            surplus -= len(kind.free)
+        if _fit():
+            return
+        if kind is not current and kind.free:
             kind.made -= len(kind.free)
             kind.free, kind.calls, kind.eager = [], 0, 4 * kind.eager
+
+
+def _fit() -> bool:
+    made = [(kind.made, kind.made * kind.share) for kind in _kinds.values()]
+    return sum(count for count, _ in made) <= ALL_SPACES and sum(share for _, share in made) <= ALL_MEMORY
 
 
 def clear() -> None:
@@ -81,11 +88,12 @@ def clear() -> None:
     replay.clear()
 
 
-def _short(x: Tensor, weight: Tensor, matrix: Tensor) -> bool:
-    if not x.is_cuda or x.shape[0] > LONGEST:
-        return False
+def _share(x: Tensor, weight: Tensor, matrix: Tensor) -> float:
+    """What W_x x and the matrix take of the device's memory."""
+    if not x.is_cuda:
+        return 0.0
     numbers = x.shape[0] * x.shape[1] * weight.shape[0] + matrix.numel()
-    return numbers * x.element_size() <= LARGEST * torch.cuda.get_device_properties(x.device).total_memory
+    return numbers * x.element_size() / float(torch.cuda.get_device_properties(x.device).total_memory)
 
 
 def _saves_otherwise() -> bool:
@@ -112,8 +120,9 @@ def _identity(tensor: Given) -> Hashable:
 class Kind:
     """Calls that one graph can serve."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float) -> None:
         self.calls, self.made, self.eager = 0, 0, EAGER
+        self.share = share  # of the device's memory, for one space
         self.free: list[Space] = []
 
     def lease(self, *call: Any) -> Lease | None:

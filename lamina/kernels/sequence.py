@@ -275,7 +275,10 @@ def forward_kernel(
             tl.debug_barrier()  # what other threads of this program have stored is there
         come = come_states(hist_t, seen_rows, H - 1, H, K, NK, H // K, SOLO, SPIN, WARPS)
         for part in tl.static_range(NK):
-            old = _operand(come[part], hist, drop, restart, rows, row_ok, part * K + k, H, HAS_RESETS, HAS_DROP)
+            # At step 0 what has come is the first h: it is not to be read beside those who write it.
+            old = _operand(
+                come[part], hist, drop, restart & (t > 0), rows, row_ok, part * K + k, H, HAS_RESETS, HAS_DROP
+            )
             old = old * up[:, None] if HALF else old
             old = _as_operand(old, weight.dtype.element_ty, PRECISION)
             y = tl.dot(w[part], tl.trans(old), y, input_precision=PRECISION)

@@ -36,7 +36,6 @@ from .formulas import (
     tanh,
     wide,
 )  # fmt: skip
-from .product import start_early, wait_for_last
 
 # The table of a pass: the number of steps, addresses of tensors, and from CLOCKS on each row's step.
 CLOCKS = tl.constexpr(32)
@@ -289,12 +288,12 @@ def forward_kernel(
     gain, bias, gain_cell, bias_cell,  # [G*H], [G*H], [H], [H]
     lengths, resets, keep_h, keep_c, drop,  # [B], [T, B], [T, B, H] or one number, twice, [B, H]
     most, reach,  # [1], [B], where factors are scaled float16: bounds of the weights and of each row's h
-    y,  # [B, G*H]: W~ h'
+    y,  # [SHARES, B, G*H]: W~ h', to be added up
     operand,  # [B, H]: h' of the next product
     carried,  # [2, B, H] float32: the initial h, and the last one where its rounded form in hist would not do
     CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
     RELU: tl.constexpr, STD: tl.constexpr, RATE_H: tl.constexpr, RATE_C: tl.constexpr,
-    H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """Step t of one row: everything but the product."""
     b = wide(tl.program_id(0))
@@ -321,8 +320,7 @@ def forward_kernel(
     step = wide(t) * B + b
     KEPT: tl.constexpr = (G + 1) * H if CELL_NORM else G * H
 
-    # Everything is fetched before the first sum makes the threads wait for each other, what is known before the product
-    # even before that.
+    # Everything is fetched before the first sum makes the threads wait for each other.
     inputs = _load_gates(x + step * (G * H), j, ok, H, G)
     source = wide(t)  # the entry of the histories that this step starts from
     if resets is not None:
@@ -339,10 +337,9 @@ def forward_kernel(
         keeps_h = _kept(keep_h, step, j, ok, H, RATE_H)
     if keep_c is not None:
         keeps_c = _kept(keep_c, step, j, ok, H, RATE_C)
-    wait_for_last(PDL)
-    raw = _load_gates(y + b * (G * H), j, ok, H, G)
-
-    a = _floats(raw)
+    a = _floats(_load_gates(y + b * (G * H), j, ok, H, G))
+    for part in tl.static_range(1, SHARES):
+        a = _add(a, _load_gates(y + (part * B + b) * (G * H), j, ok, H, G))
     if most is not None:
         up, down = _row_scale(reach, b)
         down *= fitting(tl.load(most))[1]
@@ -396,7 +393,6 @@ def forward_kernel(
         h = tl.where(going, h, h_old)
         if CELL == LSTM:
             c = tl.where(going, c, c_old)
-    start_early(PDL)  # not before: programs of the next kernel would find this one's multiprocessors full
     after, last = (wide(t) + 1) * plane + row, ok & (t + 1 == T)
     rounded = h.to(hist.dtype.element_ty)
     tl.store(hist + after + j, rounded, mask=ok)
@@ -437,7 +433,7 @@ def backward_kernel(
     first,  # [2, B, H] float32: what restarted rows sent to the initial h and c
     CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
     RELU: tl.constexpr, STD: tl.constexpr, RATE_H: tl.constexpr, RATE_C: tl.constexpr,
-    H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """Step t of one row backwards, from the gradients of what it left to that of its product."""
     b = wide(tl.program_id(0))
@@ -488,7 +484,6 @@ def backward_kernel(
         cell_rstd = tl.load(stats + step * (G + 1) + G)
 
     # What arrives from the step after and from the outputs.
-    wait_for_last(PDL)
     dh = _added_up(d_h, row, plane, j, ok & inner, SHARES)
     if most is not None:
         dh *= tl.load(scale + b, mask=inner, other=0.0)
@@ -587,7 +582,6 @@ def backward_kernel(
         if (CELL == LSTM) & (BLOCK > 2048):  # kept so long, it would not leave registers for the cell
             raw = _load_gates(xhat + step * KEPT, j, ok, H, G)
         d = _through_norm(d, _floats(raw), rstd, H, eps, G, SPLIT, STD)
-    start_early(PDL)
     _store_gates(d_raw + step * (G * H), d, j, ok, H, G)
     if most is not None:
         up, down = fitting(_largest(d, G))

@@ -48,13 +48,9 @@ class Stepper:
     launch costs a call of the driver and little else.
     """
 
-    def __init__(
-        self, kernel: Any, grid: tuple[int, ...], warps: int, arguments: dict[str, Any], early: bool = False
-    ) -> None:
+    def __init__(self, kernel: Any, grid: tuple[int, ...], warps: int, arguments: dict[str, Any]) -> None:
         self.kernel, self.grid, self.arguments = kernel, grid, arguments
         self.options: dict[str, Any] = {} if interpreted() else {"num_warps": warps, "num_stages": 1}
-        if early:
-            self.options["launch_pdl"] = True
         self.start: Callable[..., None] | None = None
         self.fixed: list[Any] = []
 
@@ -179,15 +175,13 @@ class Pass:
             "B": batch, "eps": float(form.eps), "table": self.table, **stand_ins, **self.scratch,
             **_constants(form, hidden, tensors),
         }  # fmt: skip
-        own = product.serves(weight, batch)
-        early = own and product.early()
-        arguments |= {"PDL": early, **({"SHARES": product.SHARES if own else 1} if way.backward else {})}
-        self.kernel = Stepper(way.kernel, (batch, 1, 1), _warps(power(hidden)), arguments, early)
         left, out = way.factors(self.scratch)
+        arguments["SHARES"] = out.shape[0] if out.dim() == 3 else 1
+        self.kernel = Stepper(way.kernel, (batch, 1, 1), _warps(power(hidden)), arguments)
         self.multiply: Callable[[], Any] = partial(multiply, left, weight if way.backward else weight.t(), out)
-        if own:
+        if product.serves(weight, batch):
             clock = self.table[CLOCKS.value :]
-            self.multiply = Stepper(*product.launch(left, weight, way.backward, out, clock), early)
+            self.multiply = Stepper(*product.launch(left, weight, way.backward, out, clock))
 
     def prepare(self, tensors: Tensors, steps: int) -> None:
         """The table of a call."""
@@ -256,8 +250,8 @@ def _key(way: Way, form: Form, weight: Tensor, batch: int, tensors: Tensors) -> 
     kinds = tuple(None if t is None else t.dtype for t in tensors.values())
     rates = _is_rate(tensors["keep_h"]), _is_rate(tensors["keep_c"])
     matrix = weight.shape, weight.dtype, replay.stream_of(weight), replay.multiplication(weight.dtype)
-    own = product.serves(weight, batch), product.early()
-    return way.backward, form, batch, kinds, rates, matrix, _warps(power(weight.shape[1])), own
+    tried = _warps(power(weight.shape[1])), product.serves(weight, batch)
+    return way.backward, form, batch, kinds, rates, matrix, tried
 
 
 def shapes(form: Form, x: Tensor, dtype: torch.dtype, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -325,8 +319,9 @@ def backward(
     d_out: Tensor | None,
     d_h: Tensor | None,
     d_c: Tensor | None,
+    train_matrix: bool = True,
 ) -> dict[str, Tensor]:
-    """Gradients by name: x, weight, h, c, gain, bias, gain_cell, bias_cell; no bias where there is none to sum for."""
+    """Gradients by name: x, weight (if it is trained), h, c, gain, bias (if there is one), gain_cell, bias_cell."""
     hist, c_hist, xhat, stats = kept
     weight = matrix.values
     sides, states = _gradient_sides(form, x, matrix.dtype), _gradient_states(form, hist)
@@ -347,8 +342,9 @@ def backward(
 
     _walk(BACKWARD, form, weight, x.shape[0], tensors, end)
     found = {"x": sides["d_raw"] if sides["d_x"] is None else sides["d_x"], **states}
-    with as_cudnn_multiplies(matrix.dtype):
-        found["weight"] = torch.mm(sides["d_raw"].flatten(0, 1).t(), operands(hist, extras).flatten(0, 1))
+    if train_matrix:
+        with as_cudnn_multiplies(matrix.dtype):
+            found["weight"] = torch.mm(sides["d_raw"].flatten(0, 1).t(), operands(hist, extras).flatten(0, 1))
     return found | _parameters(form, sides, xhat, (gain, bias, gain_cell, bias_cell))
 
 
