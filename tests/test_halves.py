@@ -78,6 +78,13 @@ def test_deferred_sums(row, device, monkeypatch):
     assert_as_good(lambda: problem(row, (3, 3, 7, 33), device), "persistent")
 
 
+@pytest.mark.parametrize("hidden", [40, 48])
+@pytest.mark.parametrize("row", PAPER, ids=str)
+def test_rows_in_parts(row, hidden, device, monkeypatch):
+    monkeypatch.setitem(plans.OVERRIDE, "parts", 1)
+    assert_as_good(lambda: problem(row, (3, 3, 7, hidden), device), "steps")
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", PAPER, ids=str)
 def test_ragged_restarted_and_masked(row, path, device):

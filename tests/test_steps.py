@@ -23,11 +23,13 @@ from lamina.placements import STATES
 from lamina.reference import Recurrence
 from tests.cases import LAYER, cast, everything, gradients, leaves, random_call
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs TRITON_INTERPRET=1 or a GPU", allow_module_level=True)
 steps = importlib.import_module("lamina.kernels.steps")
+step_kernels = importlib.import_module("lamina.kernels.step_kernels")
 fused = importlib.import_module("lamina.kernels.fused")
 plans = importlib.import_module("lamina.kernels.plans")
 precision = importlib.import_module("lamina.kernels.precision")
@@ -156,6 +158,78 @@ def test_one_unit(row, dtype):
     """Over one unit or two a norm leaves a sign, and whatever rounds otherwise is enlarged."""
     assert_as_good(draws(row, (1, 1, 3, 1), 3), dtype, times=8)
     assert_as_good(draws(row, (5, 3, 3, 1)), dtype, times=8)
+
+
+# Rows in two parts, of any length here.
+
+
+@pytest.fixture
+def _in_parts(monkeypatch):
+    monkeypatch.setitem(plans.OVERRIDE, "parts", 1)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "want"),
+    [(2400, (2048, 512)), (2100, (2048, 512)), (3000, (2048, 1024)), (3500, (4096, 0)), (4096, (4096, 0)),
+     (5000, (4096, 1024)), (768, (512, 256)), (1000, (1024, 0)), (257, (256, 64)), (255, (256, 0)), (17, (32, 0)),
+     (1, (1, 0))],
+)  # fmt: skip
+def test_parts_of_a_row(hidden, want):
+    assert steps.row_parts(hidden) == want
+
+
+@pytest.mark.usefixtures("_in_parts")
+def test_parts_hold_every_row():
+    for hidden in range(1, 5000):
+        main, rest = steps.row_parts(hidden)
+        assert hidden <= main + rest <= plans.power(hidden)
+        assert not rest or (main <= hidden and main // rest in (2, 4) and main % rest == 0) or main < 4
+
+
+@triton.jit
+def sums_kernel(values, out, BLOCK: tl.constexpr, REST: tl.constexpr):
+    parts = (tl.load(values + tl.arange(0, BLOCK)), tl.load(values + BLOCK + tl.arange(0, REST)))
+    tl.store(out, tl.sum(step_kernels._joined(parts), 0))
+    tl.store(out + 1, tl.max(step_kernels._joined(parts, True), 0))
+
+
+@pytest.mark.parametrize(
+    ("main", "rest"), [(2, 1), (32, 8), (64, 32), (2048, 512), (4096, 1024), (4096, 2048), (8192, 2048), (8192, 4096)]
+)
+def test_sums_over_parts(main, rest):
+    for largest in (0, main - 1, main, main + rest - 1):
+        values = torch.randint(-9, 10, (main + rest,), device=DEVICE).float()
+        values[largest] = 10
+        out = torch.empty(2, device=DEVICE)
+        sums_kernel[(1,)](values, out, main, rest)
+        assert out.tolist() == [values.sum().item(), 10]
+
+
+@pytest.mark.usefixtures("_in_parts")
+@pytest.mark.parametrize("hidden", [40, 80])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_parts(row, dtype, hidden):
+    assert_as_good(draws(row, (5, 3, 7, hidden)), dtype)
+
+
+@pytest.mark.usefixtures("_in_parts")
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_parts_masked(row):
+    assert_as_good(draws(row, (5, 3, 7, 48), **masks(row, 48), **ragged_and_restarted()), torch.float32)
+
+
+@pytest.mark.usefixtures("_in_parts")
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_parts_with_rates_and_dropout(row):
+    assert_as_good(draws(row, (5, 3, 7, 40), **rates_and_dropout(row, 40), **ragged_and_restarted()), torch.float32)
+
+
+@pytest.mark.usefixtures("_in_parts")
+@pytest.mark.parametrize("row", [("LSTM", "layer", "paper"), ("GRU", "layer", "paper"), ("RNN", None, None)], ids=str)
+def test_parts_of_our_own_product(row, monkeypatch):
+    monkeypatch.setitem(plans.OVERRIDE, "product", True)
+    assert_as_good(draws(row, (5, 3, 7, 40)), torch.bfloat16)
 
 
 def test_relu():

@@ -3,8 +3,14 @@
 A row is whole in its program, so norms are exact and nobody waits for anybody. A table in memory tells a kernel where
 the tensors of the call lie and which step it is: ``steps`` says why.
 
-Gates travel as tuples of four [BLOCK] vectors; of RNN only the first is real, of GRU the first three. An argument that
-is None is a thing the recurrence does not have, and costs nothing.
+Vectors have powers of two as lengths, and a long row filled up to the next of them would be instructions for nothing,
+up to half of all. So it comes in two PARTS, BLOCK units and then REST of them, where that is less
+(``steps.row_parts``). Each stretch of a kernel is a loop over the parts and leaves a tuple with an entry for each; the
+sums over the row lie between stretches, and the threads meet once for both parts. A stretch loads before it stores:
+loads are not moved past stores, so the second part's would go out late.
+
+Gates travel as tuples of four vectors; of RNN only the first is real, of GRU the first three. An argument that is None
+is a thing the recurrence does not have, and costs nothing.
 """
 
 from __future__ import annotations
@@ -76,6 +82,17 @@ def _units(BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _parts(H: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """The units of each part of a row, and which of them there are."""
+    if REST:
+        first, second = _units(BLOCK), BLOCK + _units(REST)
+        return (first, second), (first < H, second < H)
+    else:
+        only = _units(BLOCK)
+        return (only,), (only < H,)
+
+
+@triton.jit
 def _load_gates(at, j, ok, H: tl.constexpr, G: tl.constexpr):
     """As they lie in memory: half as many registers in half precision."""
     a = tl.load(at + j, mask=ok, other=0.0)
@@ -114,6 +131,44 @@ def _multiply(y, x):
     return y[0] * x[0], y[1] * x[1], y[2] * x[2], y[3] * x[3]
 
 
+@triton.constexpr_function
+def _cut(block, rest):
+    """How far the main part is folded across a thread's registers: 16 warps hold 2048 units, four in a row each."""
+    return max(rest, min(block, 2048))
+
+
+@triton.jit
+def _joined(y, LARGEST: tl.constexpr = False):
+    """One vector with the sum (or the largest) of all parts of ``y``, so that the threads meet once for all of them.
+
+    The main part is folded to the length of the rest. What is added up there belongs to one thread, and so does the
+    element of the rest that it is added to: ``steps.row_parts`` makes the rest as long as that takes.
+    """
+    if len(y) == 1:
+        return y[0]
+    else:
+        main, rest = y[0], y[1]
+        REST: tl.constexpr = rest.shape[0]
+        CUT: tl.constexpr = _cut(main.shape[0], REST)
+        if main.shape[0] > CUT:
+            main = tl.reshape(main, (main.shape[0] // CUT, CUT))
+            main = tl.max(main, 0) if LARGEST else tl.sum(main, 0)
+        if REST < CUT:
+            main = tl.reshape(main, (REST, CUT // REST))
+            main = tl.max(main, 1) if LARGEST else tl.sum(main, 1)
+        return tl.maximum(main, rest) if LARGEST else main + rest
+
+
+@triton.jit
+def _joined_gates(y):
+    """The same for each gate."""
+    if len(y) == 1:
+        return y[0]
+    else:
+        a, b = _joined((y[0][0], y[1][0])), _joined((y[0][1], y[1][1]))
+        return a, b, _joined((y[0][2], y[1][2])), _joined((y[0][3], y[1][3]))
+
+
 @triton.jit
 def _two_sums(a, b):
     """Both in one reduction: the threads meet once."""
@@ -132,11 +187,11 @@ def _total(y, G: tl.constexpr):
 
 @triton.jit
 def _largest(y, G: tl.constexpr):
-    """The largest absolute value of all gates; lanes past the row hold 0."""
+    """The largest absolute value of each unit's gates."""
     most = tl.abs(y[0])
     for gate in tl.static_range(1, G):
         most = tl.maximum(most, tl.abs(y[gate]))
-    return tl.max(most, 0)
+    return most
 
 
 @triton.jit
@@ -156,9 +211,9 @@ def _group_means(y, H: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _projections(d, normed, H: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr):
-    """The means of d and of d * x^ over each gate's group."""
-    along = _multiply(d, normed)
+def _projections(d, along, H: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr):
+    """The means of d and of ``along``, d * x^, over each gate's group."""
+    d, along = _joined_gates(d), _joined_gates(along)
     if SPLIT == TOGETHER:
         mean, slope = _two_sums(_total(d, G), _total(along, G))
         mean, slope = mean / (G * H), slope / (G * H)
@@ -168,15 +223,25 @@ def _projections(d, normed, H: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexp
 
 
 @triton.jit
-def _normalise(y, H: tl.constexpr, eps, G: tl.constexpr, SPLIT: tl.constexpr, STD: tl.constexpr):
-    """Every group of gates with deviation 1, and each gate's 1/deviation.
+def _inverse_deviations(squares, H: tl.constexpr, eps, G: tl.constexpr, SPLIT: tl.constexpr, STD: tl.constexpr):
+    """Each gate's 1/deviation, from the squares of a row.
 
-    Their mean is 0 already: W~ is centred over the group, and so is the input side of a sum that is normed.
+    Means are 0 already: W~ is centred over the group, and so is the input side of a sum that is normed.
     """
-    var = _group_means(_multiply(y, y), H, G, SPLIT)
+    var = _group_means(_joined_gates(squares), H, G, SPLIT)
     a, b = inverse_deviation(var[0], eps, STD), inverse_deviation(var[1], eps, STD)
-    rstd = (a, b, inverse_deviation(var[2], eps, STD), inverse_deviation(var[3], eps, STD))
-    return _multiply(y, rstd), rstd
+    return a, b, inverse_deviation(var[2], eps, STD), inverse_deviation(var[3], eps, STD)
+
+
+@triton.jit
+def _centred(c, there, H: tl.constexpr):
+    """c less its mean, 0 past the row, and its variance: in two passes, so that a large mean costs no digits."""
+    mean = tl.sum(_joined(c), 0) / H  # past the row c is 0
+    apart, squares = (), ()
+    for p in tl.static_range(len(c)):
+        away = tl.where(there[p], c[p] - mean, 0.0)
+        apart, squares = apart + (away,), squares + (away * away,)
+    return apart, tl.sum(_joined(squares), 0) / H
 
 
 @triton.jit
@@ -202,11 +267,15 @@ def _load_statistics(at, G: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _through_norm(d, normed, rstd, H: tl.constexpr, eps, G: tl.constexpr, SPLIT: tl.constexpr, STD: tl.constexpr):
-    """rstd (d - mean(d) - x^ mean(d x^)) of each group of gates."""
-    mean, slope = _projections(d, normed, H, G, SPLIT)
+def _corrected(slope, rstd, eps, STD: tl.constexpr):
+    """What x^ is multiplied by in ``_through_norm``."""
     a, b = std_correction(rstd[0], eps, STD), std_correction(rstd[1], eps, STD)
-    slope = _multiply(slope, (a, b, std_correction(rstd[2], eps, STD), std_correction(rstd[3], eps, STD)))
+    return _multiply(slope, (a, b, std_correction(rstd[2], eps, STD), std_correction(rstd[3], eps, STD)))
+
+
+@triton.jit
+def _through_norm(d, normed, rstd, mean, slope):
+    """rstd (d - mean(d) - x^ mean(d x^)) of each group of gates."""
     a, b = d[0] - mean[0] - normed[0] * slope[0], d[1] - mean[1] - normed[1] * slope[1]
     c = d[2] - mean[2] - normed[2] * slope[2]
     return _multiply((a, b, c, d[3] - mean[3] - normed[3] * slope[3]), rstd)
@@ -222,12 +291,14 @@ def _kept(keep, step, j, ok, H: tl.constexpr, RATE: tl.constexpr):
 
 
 @triton.jit
-def _seen(centred, gain_cell, bias_cell, j, ok):
+def _load_cell(gain_cell, bias_cell, j, ok):
+    """Gains and biases of the cell's norm; where there are none, numbers that do not matter."""
+    gain, bias = 1.0, 0.0
     if gain_cell is not None:
-        centred = centred * tl.load(gain_cell + j, mask=ok, other=0.0)
+        gain = tl.load(gain_cell + j, mask=ok, other=0.0)
     if bias_cell is not None:
-        centred = centred + tl.load(bias_cell + j, mask=ok, other=0.0)
-    return centred
+        bias = tl.load(bias_cell + j, mask=ok, other=0.0)
+    return gain, bias
 
 
 @triton.jit
@@ -293,7 +364,7 @@ def forward_kernel(
     carried,  # [2, B, H] float32: the initial h, and the last one where its rounded form in hist would not do
     CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
     RELU: tl.constexpr, STD: tl.constexpr, RATE_H: tl.constexpr, RATE_C: tl.constexpr,
-    H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """Step t of one row: everything but the product."""
     b = wide(tl.program_id(0))
@@ -314,102 +385,153 @@ def forward_kernel(
     drop = _there(drop, table, 15) if drop is not None else None
     most = _there(most, table, 16) if most is not None else None
     reach = _there(reach, table, 17) if reach is not None else None
-    j = _units(BLOCK)
-    ok = j < H
+    units, there = _parts(H, BLOCK, REST)
+    PARTS: tl.constexpr = 2 if REST else 1
     row, plane = b * H, wide(B) * H
     step = wide(t) * B + b
     KEPT: tl.constexpr = (G + 1) * H if CELL_NORM else G * H
 
     # Everything is fetched before the first sum makes the threads wait for each other.
-    inputs = _load_gates(x + step * (G * H), j, ok, H, G)
     source = wide(t)  # the entry of the histories that this step starts from
     if resets is not None:
         source = tl.where(tl.load(resets + step) != 0, 0, source)
-    if CELL == LSTM:
-        c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0)
-    if carried is not None:
-        h_old = tl.load(carried + tl.where(source > 0, plane, 0) + row + j, mask=ok, other=0.0)
-    if gain is not None:
-        gains = _load_gates(gain, j, ok, H, G)
-    if bias is not None:
-        biases = _load_gates(bias, j, ok, H, G)
-    if keep_h is not None:
-        keeps_h = _kept(keep_h, step, j, ok, H, RATE_H)
-    if keep_c is not None:
-        keeps_c = _kept(keep_c, step, j, ok, H, RATE_C)
-    a = _floats(_load_gates(y + b * (G * H), j, ok, H, G))
-    for part in tl.static_range(1, SHARES):
-        a = _add(a, _load_gates(y + (part * B + b) * (G * H), j, ok, H, G))
+    fetched = ()
+    for p in tl.static_range(PARTS):
+        j, ok = units[p], there[p]
+        c_old, h_old, gains, biases, keeps_h, keeps_c = 0, 0, 0, 0, 0, 0  # tuples take no None
+        inputs = _load_gates(x + step * (G * H), j, ok, H, G)
+        if CELL == LSTM:
+            c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0)
+        if carried is not None:
+            h_old = tl.load(carried + tl.where(source > 0, plane, 0) + row + j, mask=ok, other=0.0)
+        if gain is not None:
+            gains = _load_gates(gain, j, ok, H, G)
+        if bias is not None:
+            biases = _load_gates(bias, j, ok, H, G)
+        if keep_h is not None:
+            keeps_h = _kept(keep_h, step, j, ok, H, RATE_H)
+        if keep_c is not None:
+            keeps_c = _kept(keep_c, step, j, ok, H, RATE_C)
+        fetched = fetched + ((inputs, c_old, h_old, gains, biases, keeps_h, keeps_c),)
+    raw = ()
+    for p in tl.static_range(PARTS):
+        a = _load_gates(y + b * (G * H), units[p], there[p], H, G)
+        for share in tl.static_range(1, SHARES):
+            a = _add(a, _load_gates(y + (share * B + b) * (G * H), units[p], there[p], H, G))
+        raw = raw + (a,)
+
+    # The product's norm.
     if most is not None:
         up, down = _row_scale(reach, b)
         down *= fitting(tl.load(most))[1]
-        a = _multiply(a, (down, down, down, down))
-    if SITE == ON_SUM:
-        a = _add(a, inputs)
+    products, squares = (), ()
+    for p in tl.static_range(PARTS):
+        a = _floats(raw[p])
+        if most is not None:
+            a = _multiply(a, (down, down, down, down))
+        if SITE == ON_SUM:
+            a = _add(a, fetched[p][0])
+        products, squares = products + (a,), squares + (_multiply(a, a),)
     if SITE != NOWHERE:
-        a, rstd = _normalise(a, H, eps, G, SPLIT, STD)
+        rstd = _inverse_deviations(squares, H, eps, G, SPLIT, STD)
         if stats is not None:
             _store_statistics(stats + step * (G + 1), rstd, G, SPLIT)
-    if xhat is not None:
-        _store_gates(xhat + step * KEPT, a, j, ok, H, G)
-    if gain is not None:
-        a = _multiply(a, _floats(gains))
-    if bias is not None:
-        a = _add(a, _floats(biases))
-    if (SITE != ON_SUM) & ((CELL == LSTM) | (CELL == RNN)):
-        a = _add(a, inputs)
 
-    if CELL == LSTM:
-        i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3])
-        c = f * c_old + i * g
-        seen = c
-        if CELL_NORM:
-            cell_mean = tl.sum(c, 0) / H  # past the row c is 0
-            apart = tl.where(ok, c - cell_mean, 0.0)
-            cell_rstd = inverse_deviation(tl.sum(apart * apart, 0) / H, eps, STD)
-            seen = apart * cell_rstd
-            if xhat is not None:
-                tl.store(xhat + step * KEPT + G * H + j, seen.to(xhat.dtype.element_ty), mask=ok)
-                tl.store(stats + step * (G + 1) + G, cell_rstd)
-            seen = _seen(seen, gain_cell, bias_cell, j, ok)
-        h = o * tanh(seen)
-        if CARRY:
-            c = seen
-    elif CELL == RNN:
-        h = rnn_forward(a[0], RELU)
-    else:
-        if CELL == GRU:
-            _, z, n = gru_gates(inputs[0], inputs[1], inputs[2], a[0], a[1], a[2])
-        else:
-            _, z, n = dreamer_gates(a[0], a[1], a[2])
-        h = gru_forward(z, n, h_old)
-
-    if keep_h is not None:
-        h = keeps_h * h_old + (1.0 - keeps_h) * h
-    if keep_c is not None:
-        c = keeps_c * c_old + (1.0 - keeps_c) * c
-    if lengths is not None:
-        going = t < tl.load(lengths + b)
-        h = tl.where(going, h, h_old)
-        if CELL == LSTM:
-            c = tl.where(going, c, c_old)
-    after, last = (wide(t) + 1) * plane + row, ok & (t + 1 == T)
-    rounded = h.to(hist.dtype.element_ty)
-    tl.store(hist + after + j, rounded, mask=ok)
-    tl.store(h_n + row + j, rounded, mask=last)
-    if CELL == LSTM:
-        tl.store(c_hist + after + j, c, mask=ok)
-        tl.store(c_n + row + j, c.to(c_n.dtype.element_ty), mask=last)
-    if carried is not None:
-        tl.store(carried + plane + row + j, h, mask=ok)
+    # The cell; what the outputs will need is fetched before anything is stored.
     if resets is not None:
         restarts = tl.load(resets + step + B, mask=t + 1 < T, other=0) != 0
-        h = tl.where(restarts, tl.load(hist + row + j, mask=ok & restarts, other=0.0).to(tl.float32), h)
-    if drop is not None:
-        h *= tl.load(drop + row + j, mask=ok, other=0.0).to(tl.float32)
-    if most is not None:
-        h *= up
-    tl.store(operand + row + j, h.to(operand.dtype.element_ty), mask=ok)
+    if lengths is not None:
+        going = t < tl.load(lengths + b)
+    needed = ()
+    for p in tl.static_range(PARTS):
+        j, ok = units[p], there[p]
+        parameters, h_first, drops = 0, 0, 0
+        if CELL_NORM:
+            parameters = _load_cell(gain_cell, bias_cell, j, ok)
+        if resets is not None:
+            h_first = tl.load(hist + row + j, mask=ok & restarts, other=0.0)
+        if drop is not None:
+            drops = tl.load(drop + row + j, mask=ok, other=0.0)
+        needed = needed + ((parameters, h_first, drops),)
+    cells, lets_out = (), ()
+    for p in tl.static_range(PARTS):
+        j, ok = units[p], there[p]
+        inputs, c_old, h_old, gains, biases, keeps_h, keeps_c = fetched[p]
+        a = products[p]
+        if SITE != NOWHERE:
+            a = _multiply(a, rstd)
+        if xhat is not None:
+            _store_gates(xhat + step * KEPT, a, j, ok, H, G)
+        if gain is not None:
+            a = _multiply(a, _floats(gains))
+        if bias is not None:
+            a = _add(a, _floats(biases))
+        if (SITE != ON_SUM) & ((CELL == LSTM) | (CELL == RNN)):
+            a = _add(a, inputs)
+        if CELL == LSTM:
+            i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3])
+            cells, lets_out = cells + (f * c_old + i * g,), lets_out + (o,)
+        elif CELL == RNN:
+            cells = cells + (rnn_forward(a[0], RELU),)
+        else:
+            if CELL == GRU:
+                _, z, n = gru_gates(inputs[0], inputs[1], inputs[2], a[0], a[1], a[2])
+            else:
+                _, z, n = dreamer_gates(a[0], a[1], a[2])
+            cells = cells + (gru_forward(z, n, h_old),)
+    if CELL_NORM:
+        apart, var = _centred(cells, there, H)
+        cell_rstd = inverse_deviation(var, eps, STD)
+        if xhat is not None:
+            tl.store(stats + step * (G + 1) + G, cell_rstd)
+
+    # The outputs.
+    states = ()
+    for p in tl.static_range(PARTS):
+        j, ok = units[p], there[p]
+        inputs, c_old, h_old, gains, biases, keeps_h, keeps_c = fetched[p]
+        h, c = cells[p], cells[p]
+        if CELL == LSTM:
+            seen = c
+            if CELL_NORM:
+                seen = apart[p] * cell_rstd
+                if xhat is not None:
+                    tl.store(xhat + step * KEPT + G * H + j, seen.to(xhat.dtype.element_ty), mask=ok)
+                parameters = needed[p][0]
+                seen = seen * parameters[0] + parameters[1]
+            h = lets_out[p] * tanh(seen)
+            if CARRY:
+                c = seen
+        if keep_h is not None:
+            h = keeps_h * h_old + (1.0 - keeps_h) * h
+        if keep_c is not None:
+            c = keeps_c * c_old + (1.0 - keeps_c) * c
+        if lengths is not None:
+            h = tl.where(going, h, h_old)
+            if CELL == LSTM:
+                c = tl.where(going, c, c_old)
+        states = states + ((h, c),)
+    after = (wide(t) + 1) * plane + row
+    for p in tl.static_range(PARTS):
+        j, ok = units[p], there[p]
+        h, c = states[p]
+        parameters, h_first, drops = needed[p]
+        last = ok & (t + 1 == T)
+        rounded = h.to(hist.dtype.element_ty)
+        tl.store(hist + after + j, rounded, mask=ok)
+        tl.store(h_n + row + j, rounded, mask=last)
+        if CELL == LSTM:
+            tl.store(c_hist + after + j, c, mask=ok)
+            tl.store(c_n + row + j, c.to(c_n.dtype.element_ty), mask=last)
+        if carried is not None:
+            tl.store(carried + plane + row + j, h, mask=ok)
+        if resets is not None:
+            h = tl.where(restarts, h_first.to(tl.float32), h)
+        if drop is not None:
+            h *= drops.to(tl.float32)
+        if most is not None:
+            h *= up
+        tl.store(operand + row + j, h.to(operand.dtype.element_ty), mask=ok)
     tl.debug_barrier()  # every thread has read the clock
     tl.store(table + CLOCKS + b, t + 1)
 
@@ -433,7 +555,7 @@ def backward_kernel(
     first,  # [2, B, H] float32: what restarted rows sent to the initial h and c
     CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
     RELU: tl.constexpr, STD: tl.constexpr, RATE_H: tl.constexpr, RATE_C: tl.constexpr,
-    H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """Step t of one row backwards, from the gradients of what it left to that of its product."""
     b = wide(tl.program_id(0))
@@ -459,135 +581,196 @@ def backward_kernel(
     keep_c = _there(keep_c, table, 19) if keep_c is not None else None
     drop = _there(drop, table, 20) if drop is not None else None
     most = _there(most, table, 21) if most is not None else None
-    j = _units(BLOCK)
-    ok = j < H
+    units, there = _parts(H, BLOCK, REST)
+    PARTS: tl.constexpr = 2 if REST else 1
     row, plane = b * H, wide(B) * H
     step = wide(t) * B + b
-    inner, last = t + 1 < T, ok & (t + 1 == T)
+    inner = t + 1 < T
     KEPT: tl.constexpr = (G + 1) * H if CELL_NORM else G * H
 
     # Everything is fetched before the first sum makes the threads wait for each other.
-    raw = _load_gates(xhat + step * KEPT, j, ok, H, G)
-    if SITE != ON_SUM:
-        inputs = _load_gates(x + step * (G * H), j, ok, H, G)
     source = wide(t)
     if resets is not None:
         source = tl.where(tl.load(resets + step) != 0, 0, source)
-    if CELL == LSTM:
-        c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0)
-    if (CELL != LSTM) & (CELL != RNN):
-        h_old = tl.load(hist + source * plane + row + j, mask=ok, other=0.0).to(tl.float32)
+    fetched = ()
+    for p in tl.static_range(PARTS):
+        j, ok = units[p], there[p]
+        inputs, c_old, h_old, centred = 0, 0, 0, 0
+        raw = _load_gates(xhat + step * KEPT, j, ok, H, G)
+        if SITE != ON_SUM:
+            inputs = _load_gates(x + step * (G * H), j, ok, H, G)
+        if CELL == LSTM:
+            c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0)
+        if (CELL != LSTM) & (CELL != RNN):
+            h_old = tl.load(hist + source * plane + row + j, mask=ok, other=0.0).to(tl.float32)
+        if CELL_NORM:
+            centred = tl.load(xhat + step * KEPT + G * H + j, mask=ok, other=0.0).to(tl.float32)
+        fetched = fetched + ((raw, inputs, c_old, h_old, centred),)
     if SITE != NOWHERE:
         rstd = _load_statistics(stats + step * (G + 1), G, SPLIT)
     if CELL_NORM:
-        centred = tl.load(xhat + step * KEPT + G * H + j, mask=ok, other=0.0).to(tl.float32)
         cell_rstd = tl.load(stats + step * (G + 1) + G)
 
     # What arrives from the step after and from the outputs.
-    dh = _added_up(d_h, row, plane, j, ok & inner, SHARES)
-    if most is not None:
-        dh *= tl.load(scale + b, mask=inner, other=0.0)
-    if drop is not None:
-        dh *= tl.load(drop + row + j, mask=ok, other=0.0).to(tl.float32)
-    if direct is not None:
-        dh += tl.load(direct + row + j, mask=ok & inner, other=0.0)
-    if CELL == LSTM:
-        dc = tl.load(d_c + row + j, mask=ok & inner, other=0.0)
     if resets is not None:
         restarted = tl.load(resets + step + B, mask=inner, other=0) != 0
-        gone = ok & restarted
-        sent = tl.load(first + row + j, mask=gone, other=0.0) + dh
-        tl.store(first + row + j, tl.where(gone, sent, 0.0), mask=gone | last)
-        dh = tl.where(restarted, 0.0, dh)
-        if CELL == LSTM:
-            sent = tl.load(first + plane + row + j, mask=gone, other=0.0) + dc
-            tl.store(first + plane + row + j, tl.where(gone, sent, 0.0), mask=gone | last)
-            dc = tl.where(restarted, 0.0, dc)
-    if d_out is not None:
-        dh += tl.load(d_out + step * H + j, mask=ok, other=0.0).to(tl.float32)
-    if d_h_n is not None:
-        dh += tl.load(d_h_n + row + j, mask=last, other=0.0).to(tl.float32)
-    if d_c_n is not None:
-        dc += tl.load(d_c_n + row + j, mask=last, other=0.0).to(tl.float32)
-    past, past_c = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     if lengths is not None:
         going = t < tl.load(lengths + b)
-        past = tl.where(going, 0.0, dh)
-        dh = tl.where(going, dh, 0.0)
+    arrived = ()
+    for p in tl.static_range(PARTS):
+        j, ok = units[p], there[p]
+        last, dc = ok & (t + 1 == T), 0
+        dh = _added_up(d_h, row, plane, j, ok & inner, SHARES)
+        if most is not None:
+            dh *= tl.load(scale + b, mask=inner, other=0.0)
+        if drop is not None:
+            dh *= tl.load(drop + row + j, mask=ok, other=0.0).to(tl.float32)
+        if direct is not None:
+            dh += tl.load(direct + row + j, mask=ok & inner, other=0.0)
         if CELL == LSTM:
-            past_c = tl.where(going, 0.0, dc)
-            dc = tl.where(going, dc, 0.0)
-    if keep_h is not None:
-        keep = _kept(keep_h, step, j, ok, H, RATE_H)
-        past += keep * dh
-        dh = (1.0 - keep) * dh
-    if keep_c is not None:
-        keep = _kept(keep_c, step, j, ok, H, RATE_C)
-        past_c += keep * dc
-        dc = (1.0 - keep) * dc
+            dc = tl.load(d_c + row + j, mask=ok & inner, other=0.0)
+        if resets is not None:
+            gone = ok & restarted
+            sent = tl.load(first + row + j, mask=gone, other=0.0) + dh
+            tl.store(first + row + j, tl.where(gone, sent, 0.0), mask=gone | last)
+            dh = tl.where(restarted, 0.0, dh)
+            if CELL == LSTM:
+                sent = tl.load(first + plane + row + j, mask=gone, other=0.0) + dc
+                tl.store(first + plane + row + j, tl.where(gone, sent, 0.0), mask=gone | last)
+                dc = tl.where(restarted, 0.0, dc)
+        if d_out is not None:
+            dh += tl.load(d_out + step * H + j, mask=ok, other=0.0).to(tl.float32)
+        if d_h_n is not None:
+            dh += tl.load(d_h_n + row + j, mask=last, other=0.0).to(tl.float32)
+        if d_c_n is not None:
+            dc += tl.load(d_c_n + row + j, mask=last, other=0.0).to(tl.float32)
+        past, past_c = tl.zeros_like(dh), tl.zeros_like(dh)
+        if lengths is not None:
+            past = tl.where(going, 0.0, dh)
+            dh = tl.where(going, dh, 0.0)
+            if CELL == LSTM:
+                past_c = tl.where(going, 0.0, dc)
+                dc = tl.where(going, dc, 0.0)
+        if keep_h is not None:
+            keep = _kept(keep_h, step, j, ok, H, RATE_H)
+            past += keep * dh
+            dh = (1.0 - keep) * dh
+        if keep_c is not None:
+            keep = _kept(keep_c, step, j, ok, H, RATE_C)
+            past_c += keep * dc
+            dc = (1.0 - keep) * dc
+        arrived = arrived + ((dh, dc, past, past_c),)
 
     # The cell, made anew from what forward kept.
-    a = _floats(raw)
-    if gain is not None:
-        a = _multiply(a, _floats(_load_gates(gain, j, ok, H, G)))
-    if bias is not None:
-        a = _add(a, _floats(_load_gates(bias, j, ok, H, G)))
-    if (SITE != ON_SUM) & (CELL != GRU):
-        a = _add(a, inputs)
-    if CELL == LSTM:
-        i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3])
-        out = tanh(_seen(centred, gain_cell, bias_cell, j, ok) if CELL_NORM else f * c_old + i * g)
-        d3, d_seen = lstm_output_backward(o, out, dh)
-        if CELL_NORM:
+    cells, to_seen = (), ()
+    for p in tl.static_range(PARTS):
+        j, ok = units[p], there[p]
+        raw, inputs, c_old, h_old, centred = fetched[p]
+        dh, dc, past, past_c = arrived[p]
+        a = _floats(raw)
+        if gain is not None:
+            a = _multiply(a, _floats(_load_gates(gain, j, ok, H, G)))
+        if bias is not None:
+            a = _add(a, _floats(_load_gates(bias, j, ok, H, G)))
+        if (SITE != ON_SUM) & (CELL != GRU):
+            a = _add(a, inputs)
+        if CELL == LSTM:
+            i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3])
+            if CELL_NORM:
+                parameters = _load_cell(gain_cell, bias_cell, j, ok)
+                out = tanh(centred * parameters[0] + parameters[1])
+            else:
+                out = tanh(f * c_old + i * g)
+            d3, d_seen = lstm_output_backward(o, out, dh)
+            cells = cells + ((i, f, g, d3),)
             if CARRY:
                 d_seen += dc
-            tl.store(d_cell + step * H + j, d_seen.to(d_cell.dtype.element_ty), mask=ok)
-            d_seen = _seen(d_seen, gain_cell, None, j, ok)
-            mean, along = _two_sums(d_seen, d_seen * centred)
-            along = along / H * std_correction(cell_rstd, eps, STD)
-            d_seen = tl.where(ok, (d_seen - mean / H - centred * along) * cell_rstd, 0.0)
+            to_seen = to_seen + (d_seen,)
+        elif CELL == RNN:
+            cells = cells + (rnn_forward(a[0], RELU),)
+        else:
+            if CELL == GRU:
+                r, z, n = gru_gates(inputs[0], inputs[1], inputs[2], a[0], a[1], a[2])
+            else:
+                r, z, n = dreamer_gates(a[0], a[1], a[2])
+            cells = cells + ((r, z, n, a[2]),)
+    if CELL_NORM:
+        to_centred, along_cell = (), ()
+        for p in tl.static_range(PARTS):
+            tl.store(d_cell + step * H + units[p], to_seen[p].to(d_cell.dtype.element_ty), mask=there[p])
+        for p in tl.static_range(PARTS):  # the gain comes again: kept, it would not leave registers for the cell
+            d_seen = to_seen[p] * _load_cell(gain_cell, None, units[p], there[p])[0]
+            to_centred, along_cell = to_centred + (d_seen,), along_cell + (d_seen * fetched[p][4],)
+        mean_cell, slope_cell = _two_sums(_joined(to_centred), _joined(along_cell))
+        mean_cell, slope_cell = mean_cell / H, slope_cell / H * std_correction(cell_rstd, eps, STD)
+
+    # Its gradients.
+    to_gates = ()
+    for p in tl.static_range(PARTS):
+        j, ok = units[p], there[p]
+        raw, inputs, c_old, h_old, centred = fetched[p]
+        dh, dc, past, past_c = arrived[p]
+        if CELL == LSTM:
+            i, f, g, d3 = cells[p]
+            d_seen = to_seen[p]
+            if CELL_NORM:
+                d_seen = (to_centred[p] - mean_cell - centred * slope_cell) * cell_rstd
+                d_seen = tl.where(ok, d_seen, 0.0)
             if not CARRY:
                 d_seen += dc
+            d0, d1, d2, dc = lstm_cell_backward(i, f, g, c_old, d_seen)
+            tl.store(d_c + row + j, dc + past_c, mask=ok)
+            d = (d0, d1, d2, d3)
+        elif CELL == RNN:
+            d0 = rnn_backward(cells[p], dh, RELU)
+            d = (d0, d0, d0, d0)
         else:
-            d_seen += dc
-        d0, d1, d2, dc = lstm_cell_backward(i, f, g, c_old, d_seen)
-        tl.store(d_c + row + j, dc + past_c, mask=ok)
-        d = (d0, d1, d2, d3)
-    elif CELL == RNN:
-        d0 = rnn_backward(rnn_forward(a[0], RELU), dh, RELU)
-        d = (d0, d0, d0, d0)
-    else:
-        if CELL == GRU:
-            r, z, n = gru_gates(inputs[0], inputs[1], inputs[2], a[0], a[1], a[2])
-        else:
-            r, z, n = dreamer_gates(a[0], a[1], a[2])
-        d0, d1, d2, d3 = gru_backward(r, z, n, a[2], h_old, dh)
-        past += d3
-        if CELL != GRU:
-            d1 = -d1  # z falls where dreamer's u rises
-        d = (d0, d1, d2, d2)
-    if direct is not None:
-        tl.store(direct + row + j, past, mask=ok)
-    if d_x is not None:
-        _store_gates(d_x + step * (G * H), d, j, ok, H, G)
-    if (CELL != LSTM) & (CELL != RNN):
-        d = (d0, d1, d2 * r, d2)
+            r, z, n, a_n = cells[p]
+            d0, d1, d2, d3 = gru_backward(r, z, n, a_n, h_old, dh)
+            past += d3
+            if CELL != GRU:
+                d1 = -d1  # z falls where dreamer's u rises
+            d = (d0, d1, d2, d2)
+        if direct is not None:
+            tl.store(direct + row + j, past, mask=ok)
+        if d_x is not None:
+            _store_gates(d_x + step * (G * H), d, j, ok, H, G)
+        if (CELL != LSTM) & (CELL != RNN):
+            d = (d0, d1, d2 * r, d2)
+        if d_y is not None:
+            _store_gates(d_y + step * (G * H), d, j, ok, H, G)
+        to_gates = to_gates + (d,)
 
     # The norm.
-    if d_y is not None:
-        _store_gates(d_y + step * (G * H), d, j, ok, H, G)
     if SITE != NOWHERE:
-        if gain is not None:
-            d = _multiply(d, _floats(_load_gates(gain, j, ok, H, G)))
-        if (CELL == LSTM) & (BLOCK > 2048):  # kept so long, it would not leave registers for the cell
-            raw = _load_gates(xhat + step * KEPT, j, ok, H, G)
-        d = _through_norm(d, _floats(raw), rstd, H, eps, G, SPLIT, STD)
-    _store_gates(d_raw + step * (G * H), d, j, ok, H, G)
+        to_normed, normed, along = (), (), ()
+        for p in tl.static_range(PARTS):
+            j, ok = units[p], there[p]
+            raw, d = fetched[p][0], to_gates[p]
+            if gain is not None:
+                d = _multiply(d, _floats(_load_gates(gain, j, ok, H, G)))
+            if (CELL == LSTM) & (BLOCK > 2048):  # kept so long, it would not leave registers for the cell
+                raw = _load_gates(xhat + step * KEPT, j, ok, H, G)
+            to_normed, normed = to_normed + (d,), normed + (_floats(raw),)
+            along = along + (_multiply(d, normed[p]),)
+        mean, slope = _projections(to_normed, along, H, G, SPLIT)
+        slope = _corrected(slope, rstd, eps, STD)
+        to_gates = ()
+        for p in tl.static_range(PARTS):
+            to_gates = to_gates + (_through_norm(to_normed[p], normed[p], rstd, mean, slope),)
+    for p in tl.static_range(PARTS):
+        _store_gates(d_raw + step * (G * H), to_gates[p], units[p], there[p], H, G)
     if most is not None:
-        up, down = fitting(_largest(d, G))
-        d = _multiply(d, (up, up, up, up))
+        largest = ()
+        for p in tl.static_range(PARTS):
+            largest = largest + (_largest(to_gates[p], G),)
+        up, down = fitting(tl.max(_joined(largest, True), 0))
         tl.store(scale + b, down * fitting(tl.load(most))[1])
-    _store_gates(d_now + b * (G * H), d, j, ok, H, G)
+    for p in tl.static_range(PARTS):
+        d = to_gates[p]
+        if most is not None:
+            d = _multiply(d, (up, up, up, up))
+        _store_gates(d_now + b * (G * H), d, units[p], there[p], H, G)
     tl.debug_barrier()  # every thread has read the clock
     tl.store(table + CLOCKS + b, t - 1)
 

@@ -38,6 +38,7 @@ from .step_kernels import (
 Tensors = dict[str, Any]  # by name; None for what a recurrence does not have
 Beside = Callable[[Tensors], None]
 
+SHORT = 256  # units of a row that is not worth two parts
 PLACES = [f"p{k}" for k in range(24)]  # of the table
 
 
@@ -66,18 +67,33 @@ class Stepper:
             self.start = compiled[self.grid]
 
 
+def row_parts(hidden: int) -> tuple[int, int]:
+    """Units of a row's main part and of its rest; no rest where one vector is as short, or the row is.
+
+    The rest is at least a quarter of the main part, of which a thread has 4 units, so that it has one of the rest:
+    fewer would be no fewer instructions, and sums over both parts would be more.
+    """
+    main = 1 << (hidden.bit_length() - 1)
+    rest = max(power(hidden - main), main // 4)
+    if main in (hidden, rest) or hidden < OVERRIDE.get("parts", SHORT):
+        return power(hidden), 0
+    return main, rest
+
+
 def _warps(block: int) -> int:
     """4 elements of each vector a thread; 8 in long rows: fewer instructions in all, few registers spilled."""
     return int(OVERRIDE.get("step_warps") or max(1, min(16, block // 128)))
 
 
 def _constants(form: Form, hidden: int, tensors: Tensors) -> dict[str, Any]:
+    main, rest = row_parts(hidden)
     return {
         **form.constants(),
         "RATE_H": _is_rate(tensors["keep_h"]),
         "RATE_C": _is_rate(tensors["keep_c"]),
         "H": hidden,
-        "BLOCK": power(hidden),
+        "BLOCK": main,
+        "REST": rest,
     }
 
 
@@ -177,7 +193,7 @@ class Pass:
         }  # fmt: skip
         left, out = way.factors(self.scratch)
         arguments["SHARES"] = out.shape[0] if out.dim() == 3 else 1
-        self.kernel = Stepper(way.kernel, (batch, 1, 1), _warps(power(hidden)), arguments)
+        self.kernel = Stepper(way.kernel, (batch, 1, 1), _warps(row_parts(hidden)[0]), arguments)
         self.multiply: Callable[[], Any] = partial(multiply, left, weight if way.backward else weight.t(), out)
         if product.serves(weight, batch):
             clock = self.table[CLOCKS.value :]
@@ -250,8 +266,8 @@ def _key(way: Way, form: Form, weight: Tensor, batch: int, tensors: Tensors) -> 
     kinds = tuple(None if t is None else t.dtype for t in tensors.values())
     rates = _is_rate(tensors["keep_h"]), _is_rate(tensors["keep_c"])
     matrix = weight.shape, weight.dtype, replay.stream_of(weight), replay.multiplication(weight.dtype)
-    tried = _warps(power(weight.shape[1])), product.serves(weight, batch)
-    return way.backward, form, batch, kinds, rates, matrix, tried
+    cut = row_parts(weight.shape[1])
+    return way.backward, form, batch, kinds, rates, matrix, cut, _warps(cut[0]), product.serves(weight, batch)
 
 
 def shapes(form: Form, x: Tensor, dtype: torch.dtype, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
