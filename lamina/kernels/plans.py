@@ -64,7 +64,10 @@ def plan(gates: int, hidden: int, batch: int, size: int, programs: int, memory: 
     operand = gates * units if backward else chunk * (-(-span // chunk) if rows <= 16 else 2)
     if weights + size * rows * operand > memory:
         return None
-    warps = OVERRIDE.get("warps") or (8 if rows > 16 or (backward and rows > 8 and span > 512) else 4)
+    # Odd sizes poll h number by number: with 4 warps and tiles of 16 rows, ptxas 12.8 makes code for some of them (GRU,
+    # 257 and 301 units, float32) whose matrix instructions read outside shared memory; 8 warps are sound there.
+    many = rows > 16 or (backward and rows > 8 and span > 512) or (not backward and rows > 8 and hidden % 4 != 0)
+    warps = OVERRIDE.get("warps") or (8 if many else 4)
     return Plan(rows, units, members, groups, chunk, warps)
 
 
@@ -106,7 +109,7 @@ def _operand_size(dtype: torch.dtype) -> int:
 def _chunk(span: int, rows: int, size: int, backward: bool) -> int:
     """How much of the contraction (forward) or of the outputs (backward) one matrix instruction sequence takes."""
     most = (16384 if size == 2 else 2048) // rows if not backward else 4096 // rows  # more would spill registers
-    whole, padding = max(16, power(span)), 5 / 4 if backward else 4 / 3
+    whole, padding = max(16, power(span)), 5 / 4 if backward else 1.3
     if whole <= most and whole <= span * padding:  # in one go
         return whole
     return max(16, min(most, whole // 4))
