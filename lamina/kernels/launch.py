@@ -11,7 +11,7 @@ from torch import Tensor
 from . import interpreted
 from .forms import Extras, Form, power
 from .plans import OVERRIDE, Plan, cut_for
-from .precision import Matrix, as_cudnn_multiplies, multiply, precision
+from .precision import Matrix, as_cudnn_multiplies, multiply, precision, reach
 from .start import start
 
 Given = Tensor | None
@@ -126,24 +126,9 @@ def _awaited(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 def _scales(matrix: Matrix, h: Given, extras: Extras) -> dict[str, Any]:
     """What scaled float16 factors were or are to be scaled by."""
-    bound = reach(matrix, h, extras)
+    bound = reach(matrix, h, extras.drop)
     most = matrix.values if matrix.most is None else matrix.most
     return {"most": most, "reach": most if bound is None else bound, "HAS_REACH": bound is not None}
-
-
-def reach(matrix: Matrix, h: Given, extras: Extras) -> Given:
-    """A bound of each row's h as products see it, [B], where factors are scaled and the bound may not be 1.
-
-    No h is larger than 1 or the first one: every cell's new h is at most 1, or lies between such an h and the old one.
-    """
-    if matrix.most is None or (h is None and extras.drop is None):
-        return None
-    bound = torch.ones(1, device=matrix.values.device)
-    if h is not None:
-        bound = torch.linalg.vector_norm(h, torch.inf, 1, dtype=torch.float32).clamp(min=1)
-    if extras.drop is not None:
-        bound = bound * torch.linalg.vector_norm(extras.drop, torch.inf, 1, dtype=torch.float32)
-    return bound.contiguous()
 
 
 def backward(

@@ -65,7 +65,7 @@ def plan(gates: int, hidden: int, batch: int, size: int, programs: int, memory: 
     if weights + size * rows * operand > memory:
         return None
     # Odd sizes poll h number by number: with 4 warps and tiles of 16 rows, ptxas 12.8 makes code for some of them (GRU,
-    # 257 and 301 units, float32) whose matrix instructions read outside shared memory; 8 warps are sound there.
+    # 257 and 301 units, float32) whose matrix instructions read outside shared memory; with 8, 257 units were sound.
     many = rows > 16 or (backward and rows > 8 and span > 512) or (not backward and rows > 8 and hidden % 4 != 0)
     warps = OVERRIDE.get("warps") or (8 if many else 4)
     return Plan(rows, units, members, groups, chunk, warps)

@@ -50,6 +50,21 @@ def halves(dtype: torch.dtype, nonlinearity: str) -> bool:
     return dtype == torch.float32 and nonlinearity != "relu" and tf32_wanted()
 
 
+def reach(matrix: Matrix, h: Tensor | None, drop: Tensor | None) -> Tensor | None:
+    """A bound of each row's h as products see it, [B], where factors are scaled and the bound may not be 1.
+
+    No h is larger than 1 or the first one: every cell's new h is at most 1, or lies between such an h and the old one.
+    """
+    if matrix.most is None or (h is None and drop is None):
+        return None
+    bound = torch.ones(1, device=matrix.values.device)
+    if h is not None:
+        bound = torch.linalg.vector_norm(h, torch.inf, 1, dtype=torch.float32).clamp(min=1)
+    if drop is not None:
+        bound = bound * torch.linalg.vector_norm(drop, torch.inf, 1, dtype=torch.float32)
+    return bound.contiguous()
+
+
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a b of matrices or of batches of them, in their dtype; of float16 in float32 where ``out`` is."""
     product: Any = torch.mm if a.dim() == 2 else torch.bmm

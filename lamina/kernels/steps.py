@@ -21,9 +21,9 @@ from torch import Tensor
 
 from . import interpreted, product, replay
 from .forms import Extras, Form, power
-from .launch import operands, reach
+from .launch import operands
 from .plans import OVERRIDE, processors
-from .precision import Matrix, as_cudnn_multiplies, multiply
+from .precision import Matrix, as_cudnn_multiplies, multiply, reach
 from .start import start
 from .step_kernels import (
     CLOCKS,
@@ -301,7 +301,7 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """hist [T+1, B, H], the final h and c, c_hist, and with ``keep`` the normalised products and the statistics."""
     made = tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in shapes(form, x, matrix.dtype, keep))
-    weight, scales = matrix.values, {"most": matrix.most, "reach": reach(matrix, h, extras)}
+    weight, scales = matrix.values, {"most": matrix.most, "reach": reach(matrix, h, extras.drop)}
     hist, h_n, c_n, c_hist, xhat, stats = (*map(_some, made), None, None)[:6]
     tensors = {
         "x": x, "hist": hist, "c_hist": c_hist, "h_n": h_n, "c_n": c_n, "xhat": xhat, "stats": stats, "gain": gain,
