@@ -245,6 +245,7 @@ def main() -> None:
     parser.add_argument("--rivals", default="", help="dtypes in which to time the layer-normalised loops as well")
     parser.add_argument("--workers", type=int, default=8, help="processes that compile")
     parser.add_argument("--out", default="results/bench-sequence.json")
+    parser.add_argument("--keep", action="store_true", help="go on with the record: measure only rows it has not")
     parser.add_argument(
         "--readme", action="store_true", help="measure nothing: print the README's table of that record"
     )
@@ -255,10 +256,13 @@ def main() -> None:
     cells, dtypes, shapes = given.cells.split(","), given.dtypes.split(","), [int(n) for n in given.shapes.split(",")]
     torch.backends.cuda.matmul.allow_tf32 = True  # the reference's float32 products, as cuDNN's and ours
     compile_ahead(cells, dtypes, shapes, given.workers, given.rivals)
-    rows: list[dict[str, Any]] = []
+    rows = kept(given.out) if given.keep else []
+    done = {(row["cell"], row["dtype"], tuple(row["shape"])) for row in rows}
     for cell in cells:
         for dtype in dtypes:
             for number in shapes:
+                if (cell, dtype, SHAPES[number]) in done:
+                    continue
                 row = measure(cell, dtype, SHAPES[number], given.rounds, dtype in given.rivals.split(","))
                 rows.append(row)
                 shown = "  ".join(f"{name} {value:.1f}" for name, value in row["median"].items())
@@ -266,6 +270,19 @@ def main() -> None:
                 _write(given.out, rows)
     for name, mean in geometric_means(rows).items():
         print(f"{name}: geometric mean {mean['mean']:.3f}, highest {mean['highest']:.2f} of {mean['n']}")
+
+
+def kept(out: str) -> list[dict[str, Any]]:
+    """The rows of a record that this very code has made, if there is one."""
+    if not Path(out).exists():
+        return []
+    record, here = json.loads(Path(out).read_text()), records.environment()
+    for name in ("commit", "machine"):
+        if record["environment"][name] != here[name]:
+            raise SystemExit(
+                f"{out} was made with {name} {record['environment'][name]}, this is {here[name]}: measure all anew"
+            )
+    return list(record["rows"])
 
 
 def tables(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

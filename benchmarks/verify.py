@@ -3,9 +3,9 @@
     python benchmarks/verify.py --out results/verify-sequence.json
 
 Hidden sizes, batch sizes, lengths of sequences, dtypes, placements, ragged batches and restarts are paired off so that
-each hidden size meets each batch size in each dtype, in the paper's LSTM and GRU. An error is the norm of the
-difference to the float64 reference, relative to that reference; beside it stands the error of the reference itself in
-the precision of the kernels.
+each hidden size meets each batch size in each dtype, in the paper's LSTM and GRU; float32 without TF32 at fewer sizes.
+An error is the norm of the difference to the float64 reference, relative to that reference; beside it stands the error
+of the reference itself in the precision of the kernels.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,13 @@ HIDDEN = (1, 17, 100, 256, 257, 400, 512, 768, 1000, 1024, 2048, 2400)
 BATCH = (1, 3, 8, 17, 64, 128)
 STEPS = (1, 2, 37)
 LONG = ((17, 3), (100, 17), (256, 128), (400, 8), (512, 64), (1024, 8))  # hidden, batch: over 500 steps
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+# "ieee" is float32 with cuDNN's TF32 switch off, at a few sizes of its own.
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16, "ieee": torch.float32}
 ROWS = [(cell, "layer", name) for cell, rows in PLACEMENTS.items() for name in rows]
 ROWS += [(cell, None, None) for cell in PLACEMENTS]
 MAIN = [("LSTM", "layer", "paper"), ("GRU", "layer", "paper")]
 # What an error is measured from: one rounding of a result, which luck may spare the reference.
-FLOOR = {"bf16": 2e-3, "fp32": 3e-6, "fp16": 5e-4}
+FLOOR = {"bf16": 2e-3, "fp32": 3e-6, "fp16": 5e-4, "ieee": 3e-7}
 ALLOWED = 2.0  # times the reference's own error
 DRAWS = 8  # at most
 ANYWHERE = 120  # cases
@@ -53,7 +55,7 @@ def cases() -> list[dict[str, Any]]:
     """All problems, in a fixed order; those that share kernels follow one another."""
     found = []
     steps, extras, others = itertools.cycle(STEPS), itertools.cycle((1, 2, 3)), itertools.cycle(ROWS)
-    for hidden, dtype in itertools.product(HIDDEN, DTYPES):
+    for hidden, dtype in itertools.product(HIDDEN, ("bf16", "fp32", "fp16")):
         for row in MAIN:
             found += [_case(row, next(steps), batch, hidden, dtype) for batch in BATCH]
             found += [_case(row, 500, batch, hidden, dtype) for size, batch in LONG if size == hidden]
@@ -61,7 +63,8 @@ def cases() -> list[dict[str, Any]]:
         found += [
             _case(row, 2, batch, hidden, dtype, next(extras)) for row, batch in [(next(others), 3), (next(others), 64)]
         ]
-    return found + anywhere()
+    exact = [_case(row, 7, batch, hidden, "ieee") for hidden in HIDDEN for row in MAIN for batch in (3, 64)]
+    return found + exact + anywhere()
 
 
 def anywhere() -> list[dict[str, Any]]:
@@ -102,9 +105,11 @@ def errors(case: dict[str, Any], draw: int) -> dict[str, tuple[float, float]]:
     torch.manual_seed(zlib.crc32(repr((case["row"], case["shape"], case["dtype"], draw)).encode()))
     call, dtype = problem(case), DTYPES[case["dtype"]]
     truth = everything(cast(call, torch.float64, dtype), reference.evaluate)
-    with rounded_products():
+    exact = case["dtype"] == "ieee"
+    with nullcontext() if exact else rounded_products():
         plain = everything(cast(call, dtype, dtype), reference.evaluate)
-    ours = everything(cast(call, dtype, dtype), lambda c: run(c, "triton"))
+    with torch.backends.cudnn.flags(allow_tf32=not exact):
+        ours = everything(cast(call, dtype, dtype), lambda c: run(c, "triton"))
     found = {}
     for name, want in truth.items():
         size = max(want.norm().item(), 1e-2 * want.numel() ** 0.5)  # what is 0 but for eps has no digits to compare
@@ -136,47 +141,64 @@ def verify(case: dict[str, Any]) -> dict[str, Any]:
     return worst(case, draws)
 
 
+def part(number: int, workers: int) -> list[dict[str, Any]]:
+    """Every ``workers``-th stretch of cases, from ``number`` on."""
+    stretch = 8
+    return [case for at, case in enumerate(cases()) if at // stretch % workers == number]
+
+
 def share(number: int, workers: int, out: str) -> None:
-    """Every ``workers``-th stretch of cases, from ``number`` on, one line each; those in ``out`` are done already.
+    """A part of the cases, one line each; those in ``out`` are done already.
 
     After a case that failed, the device may be of no use to this process: it ends, and another goes on.
     """
-    every, stretch = cases(), 8
-    mine = [case for at, case in enumerate(every) if at // stretch % workers == number]
     with Path(out).open("a+") as file:
         file.seek(0)
-        for case in mine[len(file.readlines()) :]:
+        for case in part(number, workers)[len(file.readlines()) :]:
             try:
                 row = verify(case)
             except Exception as error:
-                told = str(error).split("\n")[0]
-                row = {**case, "tensor": told, "error": math.inf, "reference": 0.0, "ratio": math.inf, "draws": 1}
+                row = failed(case, str(error).split("\n")[0])
             file.write(json.dumps(row) + "\n")
             file.flush()
             if math.isinf(row["ratio"]):
                 os._exit(1)
 
 
+def failed(case: dict[str, Any], why: str) -> dict[str, Any]:
+    """The row of a case that gave no numbers."""
+    return {**case, "tensor": why, "error": math.inf, "reference": 0.0, "ratio": math.inf, "draws": 1}
+
+
 def all_cases(workers: int) -> list[dict[str, Any]]:
     """In several processes at once: most of the time goes into compiling and into the reference's steps."""
     with tempfile.TemporaryDirectory() as folder:
-        parts = [f"{folder}/{k}.json" for k in range(workers)]
+        outs = [Path(f"{folder}/{k}.json") for k in range(workers)]
         command = [sys.executable, __file__, "--workers", str(workers)]
-        starts = [[*command, "--share", str(k), "--out", part] for k, part in enumerate(parts)]
+        starts = [[*command, "--share", str(k), "--out", str(out)] for k, out in enumerate(outs)]
         running = [subprocess.Popen(start) for start in starts]
-        for start, process in zip(starts, running):
+        for number, (start, out, process) in enumerate(zip(starts, outs, running)):
             code = process.wait()
-            while code == 1:  # a case failed and is told as such
+            while code:
+                if code != 1:  # killed in the midst of a case
+                    _note_killed(out, part(number, workers), code)
                 code = subprocess.run(start).returncode
-            if code:
-                raise RuntimeError(f"a process that verifies ended with {code}")
-        return [json.loads(line) for part in parts for line in Path(part).read_text().splitlines()]
+        return [json.loads(line) for out in outs for line in out.read_text().splitlines()]
+
+
+def _note_killed(out: Path, mine: list[dict[str, Any]], code: int) -> None:
+    """Write the case that a process died of, so that the next one goes on after it."""
+    done = out.read_text().splitlines() if out.exists() else []
+    if len(done) == len(mine):
+        raise RuntimeError(f"a process that verifies ended with {code} after its last case")
+    with out.open("a") as file:
+        file.write(json.dumps(failed(mine[len(done)], f"the process ended with {code}")) + "\n")
 
 
 def tables(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The record as people read it."""
     lines = []
-    for dtype in DTYPES:
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
         some = [row for row in rows if row["dtype"] == dtype]
         ratios = sorted(row["ratio"] for row in some)
         worst = max(row["error"] for row in some)
