@@ -33,7 +33,7 @@ bench-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/stress.py --out results/stress-sequence.json
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/sanitize.py --out results/sanitize-sequence.json
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/first.py --out results/bench-first.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --rivals bf16 --out results/bench-sequence.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --out results/bench-sequence.json
 
 # A run killed with SIGKILL at random moments, resumed each time, compared with one that was never touched.
 soak: $(STAMP)

@@ -3,14 +3,15 @@
     python benchmarks/speed.py --out results/bench-sequence.json
 
 For each cell, dtype and shape, in one process and in interleaved rounds: our layer-normalised layer, our plain layer,
-cuDNN's plain layer, and in the dtypes of --rivals the layer-normalised loop step by step and its compiled cell in a
-CUDA graph. A case is timed only after its output and gradients were compared with the float64 reference. Random numbers
+cuDNN's plain layer, the layer-normalised loop step by step and, in the dtypes of --rivals, a compiled cell in a CUDA
+graph. A case is timed only after its output and gradients were compared with the float64 reference. Random numbers
 in, input projection included.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lamina
@@ -33,7 +35,7 @@ SHAPES = (
 )  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 EAGER, GRAPHED = "LN, step by step", "LN, compiled cell in a CUDA graph"
-GRAPHED_STEPS = 64  # of the graph at most: every step is written out in it
+RIVALS_STEPS = 64  # at most: each costs the host and the graph the same
 OURS, PLAIN, CUDNN = "LN", "plain", "cuDNN plain"
 WARM_UP = 8  # steps before any is timed: short passes are captured on the way
 EXCHANGE = 0.8  # microseconds: what one meeting of 16 programs took, measured alone on an H200
@@ -58,7 +60,7 @@ def floor(cell: str, dtype: str, shape: tuple[int, ...]) -> float:
     return max(EXCHANGE * sum(EXCHANGES[cell]), moved / BANDWIDTH)
 
 
-def contenders(cell: str, dtype: torch.dtype, shape: tuple[int, ...], rivals: bool) -> dict[str, nn.Module]:
+def contenders(cell: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, nn.Module]:
     """Layers of the same size, by name."""
     _, _, inputs, hidden = shape
     make = getattr(lamina, cell)
@@ -67,8 +69,6 @@ def contenders(cell: str, dtype: torch.dtype, shape: tuple[int, ...], rivals: bo
         PLAIN: make(inputs, hidden, norm=None, device="cuda", dtype=dtype),
         CUDNN: getattr(nn, cell)(inputs, hidden, device="cuda", dtype=dtype),
     }
-    if rivals and hidden <= 1024:
-        found[EAGER] = make(inputs, hidden, backend="reference", device="cuda", dtype=dtype)
     return found
 
 
@@ -82,16 +82,66 @@ def training_step(layer: nn.Module, x: Tensor, upstream: Tensor) -> Callable[[],
     return step
 
 
+def eager_lstm(layer: Any, x: Tensor) -> Tensor:
+    """The paper's LSTM as people write it, with the layer's own parameters."""
+    hidden, outputs = layer.hidden_size, []
+    h = c = x.new_zeros(x.shape[1], hidden)
+    gates_x = F.linear(x, layer.weight_ih_l0)
+    for now in F.layer_norm(gates_x, (4 * hidden,), layer.gain_ih_l0, layer.bias_ih_l0).unbind():
+        gates = F.layer_norm(F.linear(h, layer.weight_hh_l0), (4 * hidden,), layer.gain_hh_l0, layer.bias_hh_l0)
+        i, f, g, o = (now + gates).chunk(4, -1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(F.layer_norm(c, (hidden,), layer.gain_cell_l0, layer.bias_cell_l0))
+        outputs.append(h)
+    return torch.stack(outputs)
+
+
+def eager_gru(layer: Any, x: Tensor) -> Tensor:
+    """The paper's GRU in the same way: r and z share a norm, the candidate has its own."""
+    hidden, outputs = layer.hidden_size, []
+    h = x.new_zeros(x.shape[1], hidden)
+    sizes = (2 * hidden, hidden)
+    x_parts, gain_x, bias_x, gain_h, bias_h = (
+        t.split(sizes, -1)
+        for t in (
+            F.linear(x, layer.weight_ih_l0),
+            *(getattr(layer, n) for n in ("gain_ih_l0", "bias_ih_l0", "gain_hh_l0", "bias_hh_l0")),
+        )
+    )
+    pair, alone = (F.layer_norm(p, (n,), g, b) for p, n, g, b in zip(x_parts, sizes, gain_x, bias_x))
+    for now, candidate in zip(pair.unbind(), alone.unbind()):
+        parts = F.linear(h, layer.weight_hh_l0).split(sizes, -1)
+        gates, new = (F.layer_norm(p, (n,), g, b) for p, n, g, b in zip(parts, sizes, gain_h, bias_h))
+        r, z = torch.sigmoid(now + gates).chunk(2, -1)
+        h = (1 - z) * torch.tanh(candidate + r * new) + z * h
+        outputs.append(h)
+    return torch.stack(outputs)
+
+
+def eager_step(cell: str, layer: nn.Module, x: Tensor, upstream: Tensor) -> Callable[[], None]:
+    """A training step of the loop, over its first steps: each costs the same."""
+    loop = {"LSTM": eager_lstm, "GRU": eager_gru}[cell]
+    x, upstream = x.detach()[:RIVALS_STEPS].requires_grad_(), upstream[:RIVALS_STEPS]
+
+    def step() -> None:
+        torch.autograd.grad(loop(layer, x), [x, *layer.parameters()], upstream)
+
+    return step
+
+
 def looped_step(cell: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Callable[[], None]:
     """A training step of a loop over a compiled cell."""
     batch, steps, inputs, hidden = shape
     layer = getattr(lamina, f"{cell}Cell")(inputs, hidden, device="cuda", dtype=dtype)
+    torch._dynamo.reset()  # after eight shapes it would give up and not compile at all
     compiled = torch.compile(layer)
     x = torch.randn(steps, batch, inputs, device="cuda", dtype=dtype, requires_grad=True)
     upstream = torch.randn(steps, batch, hidden, device="cuda", dtype=dtype)
 
+    first = x.new_zeros(batch, hidden)
+
     def step() -> None:
-        state, outputs = None, []
+        state, outputs = (first, first) if cell == "LSTM" else first, []
         for now in x.unbind():
             state = compiled(now, state)
             outputs.append(state[0] if cell == "LSTM" else state)
@@ -103,7 +153,7 @@ def looped_step(cell: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Callab
 def graphed_step(cell: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Callable[[], None], int]:
     """The same, captured whole, and how many time steps it has."""
     batch, steps, inputs, hidden = shape
-    steps = min(steps, GRAPHED_STEPS)
+    steps = min(steps, RIVALS_STEPS)
     step = looped_step(cell, dtype, (batch, steps, inputs, hidden))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -157,20 +207,15 @@ def measure(cell: str, dtype: str, shape: tuple[int, ...], rounds: int, rivals: 
         raise RuntimeError(f"{cell} {dtype} {shape}: error {ours:.2g}, reference {plain:.2g}: not timed")
     x = torch.randn(steps, batch, inputs, device="cuda", dtype=kind, requires_grad=True)
     upstream = torch.randn(steps, batch, hidden, device="cuda", dtype=kind)
-    layers = contenders(cell, kind, shape, rivals)
+    layers = contenders(cell, kind, shape)
     ready = {name: training_step(layer, x, upstream) for name, layer in layers.items()}
     memory = {name: _peak(step) for name, step in ready.items()}
     lengths = dict.fromkeys(ready, steps)
+    if hidden <= 1024:
+        ready[EAGER], lengths[EAGER] = eager_step(cell, layers[OURS], x, upstream), min(steps, RIVALS_STEPS)
     if rivals and hidden <= 1024:
         ready[GRAPHED], lengths[GRAPHED] = graphed_step(cell, kind, shape)
-    for name, step in ready.items():
-        for _ in range(1 if name == EAGER else WARM_UP):
-            step()
-    times: dict[str, list[float]] = {name: [] for name in ready}
-    for _ in range(rounds):
-        for name, step in ready.items():
-            repeats = 1 if name == EAGER else max(1, 200 // lengths[name])
-            times[name].append(1000 * milliseconds(step, repeats) / lengths[name])
+    times = interleaved(ready, lengths, rounds)
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
         "cell": cell, "dtype": dtype, "shape": list(shape), "cudnn_persistent": persistent(cell, dtype, shape),
@@ -181,6 +226,26 @@ def measure(cell: str, dtype: str, shape: tuple[int, ...], rounds: int, rivals: 
         "share_of_floor": floor(cell, dtype, shape) / medians[OURS], "peak_megabytes": memory,
         "error": ours, "error_of_reference": plain,
     }  # fmt: skip
+
+
+def interleaved(ready: dict[str, Callable[[], None]], lengths: dict[str, int], rounds: int) -> dict[str, list[float]]:
+    """Microseconds a time step of each contender in each round, after a warm-up.
+
+    Python's collector is off, as in ``timeit``: it would run when one contender has made objects enough, in another's
+    time, and with a compiler loaded it takes tens of milliseconds.
+    """
+    for name, step in ready.items():
+        for _ in range(2 if name == EAGER else WARM_UP):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    for _ in range(rounds):
+        for name, step in ready.items():
+            gc.collect(0)
+            gc.disable()
+            repeats = 1 if name == EAGER else max(3, 200 // lengths[name])  # the GPU is kept at work
+            times[name].append(1000 * milliseconds(step, repeats) / lengths[name])
+            gc.enable()
+    return times
 
 
 def _peak(step: Callable[[], None]) -> float:
@@ -242,7 +307,7 @@ def main() -> None:
         "--shapes", default=",".join(map(str, range(len(SHAPES)))), help="numbers in the list of shapes"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rivals", default="", help="dtypes in which to time the layer-normalised loops as well")
+    parser.add_argument("--rivals", default="bf16,fp32,fp16", help="dtypes in which to time the compiled loop as well")
     parser.add_argument("--workers", type=int, default=8, help="processes that compile")
     parser.add_argument("--out", default="results/bench-sequence.json")
     parser.add_argument("--keep", action="store_true", help="go on with the record: measure only rows it has not")

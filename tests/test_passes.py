@@ -8,7 +8,7 @@ import torch
 import lamina
 
 pytest.importorskip("triton")
-from lamina.kernels import passes, replay
+from lamina.kernels import passes, precision, replay
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +63,9 @@ def test_same_bits(cell, dtype):
     assert spaces() >= 1
 
 
-def test_outputs_are_the_callers_own():
+@pytest.mark.parametrize("late", [1, 10**9])  # from how many numbers on a matrix's gradient is formed after the graph
+def test_outputs_are_the_callers_own(late, monkeypatch):
+    monkeypatch.setattr(precision, "LATE", late)
     layer, x = layer_and_input()
     kept = []
     for _ in range(8):

@@ -116,6 +116,18 @@ def test_every_row(row, dtype):
     assert_as_good(draws(row, (3, 3, 7, 100)), dtype)
 
 
+@pytest.mark.parametrize("path", ["steps", "persistent"])
+def test_matrices_whose_gradients_are_formed_last(path, monkeypatch):
+    """Large ones, which a captured pass would have to copy."""
+    call = problem(("LSTM", "layer", "paper"), (3, 2, 7, 5))
+    call = cast(call, torch.float32, torch.float32)
+    found = []
+    for least in (1, 10**9):
+        monkeypatch.setattr(precision, "LATE", least)
+        found.append(everything(call, lambda c: fused.run(c, path)))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize(
     ("row", "shape"),

@@ -22,7 +22,7 @@ from .. import reference
 from ..reference import CellWeights, Recurrence, SequenceResult
 from . import launch, passes, replay
 from .forms import Extras, Form, Setting, form_of, setting_of
-from .precision import Matrix, as_cudnn_multiplies
+from .precision import Matrix, Product, as_cudnn_multiplies, formed, matrix_gradient
 
 # The tensors of a call, in the order in which they travel.
 NAMES = (
@@ -180,8 +180,11 @@ def _forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, kee
 def _backward(
     setting: Setting, path: str, tensors: Tensors, extras: Tensors, kept: Sequence[Tensor], grads: Tensors,
     needed: Sequence[bool],
-) -> list[Tensor | None]:  # fmt: skip
-    """Gradients in the order and the dtypes of ``tensors``; ``grads`` are those of output, h_n and c_n."""
+) -> list[Tensor | Product | None]:  # fmt: skip
+    """Gradients in the order and the dtypes of ``tensors``; ``grads`` are those of output, h_n and c_n.
+
+    Those of large matrices as products that are still to be formed.
+    """
     from . import rows
 
     form, (groups, mode) = form_of(setting), _input_side(setting)
@@ -200,8 +203,7 @@ def _backward(
     )
     with as_cudnn_multiplies(x.dtype):
         d_input = torch.matmul(d_summed, weight_ih) if needed[0] else None
-        flat = d_summed.flatten(0, 1).t()
-        d_weight = torch.mm(flat, x.flatten(0, 1)) if needed[3] else None
+    d_weight = matrix_gradient(d_summed, x) if needed[3] else None
     before = small[-1] if outer else None
     after = found.get("bias")
     sides = (after, after) if form.site == "sum" else (before, after if form.cell == "GRU" else before)
@@ -214,10 +216,10 @@ def _backward(
     return _in_kind(given, tensors)
 
 
-def _in_kind(given: dict[str, Tensor | None], tensors: Tensors) -> list[Tensor | None]:
+def _in_kind(given: dict[str, Tensor | Product | None], tensors: Tensors) -> list[Tensor | Product | None]:
     """Gradients in the dtypes of their tensors; one that two tensors share is cast once."""
     cast: dict[tuple[int, torch.dtype], Tensor] = {}
-    found: list[Tensor | None] = []
+    found: list[Tensor | Product | None] = []
     for name, tensor in zip(NAMES, tensors):
         gradient = given[name]
         if tensor is None or gradient is None or gradient.dtype == tensor.dtype:
@@ -225,7 +227,7 @@ def _in_kind(given: dict[str, Tensor | None], tensors: Tensors) -> list[Tensor |
             continue
         key = (id(gradient), tensor.dtype)
         if key not in cast:
-            cast[key] = gradient.to(tensor.dtype)
+            cast[key] = _there(formed(gradient)).to(tensor.dtype)
         found.append(cast[key])
     return found
 
@@ -265,7 +267,7 @@ class _Sequence(torch.autograd.Function):
         elif ctx.lease is not None:
             found = ctx.lease.space.walk_back(tensors, grads, needed[:COUNT], _backward)
         else:
-            found = _backward(ctx.setting, ctx.path, tensors, extras, kept, grads, needed)
+            found = list(map(formed, _backward(ctx.setting, ctx.path, tensors, extras, kept, grads, needed)))
         return None, None, None, *found, *(None for _ in extras)
 
 
@@ -345,7 +347,7 @@ def _sequence_backward(
     asked = Setting.decode(setting)
     arriving = (*grads, None)[:3] if asked.cell != "LSTM" else grads
     with replay.off():
-        found = _backward(asked, path, tensors, extras, kept, arriving, [True] * COUNT)
+        found = list(map(formed, _backward(asked, path, tensors, extras, kept, arriving, [True] * COUNT)))
     # One gradient may serve two tensors, and an operator's outputs may not be one another's.
     return [g.clone(memory_format=torch.contiguous_format) for g in found if g is not None]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import interpreted
 from .forms import Extras, Form, power
 from .plans import OVERRIDE, Plan, cut_for
-from .precision import Matrix, as_cudnn_multiplies, multiply, precision, reach
+from .precision import Matrix, Product, as_cudnn_multiplies, matrix_gradient, multiply, precision, reach
 from .start import start
 
 Given = Tensor | None
@@ -146,7 +146,7 @@ def backward(
     d_h: Given,
     d_c: Given,
     train_matrix: bool = True,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor | Product]:
     """Gradients by name: x, weight (if it is trained), h, c, gain, bias, gain_cell, bias_cell."""
     from . import sequence
 
@@ -172,13 +172,13 @@ def backward(
     words = 2 * cut.members * (cut.rows * (form.sums + 2) + cut.members * size)
     _start(sequence.backward_kernel, form, cut, words, arguments)
     kinds = {t.dtype for t in (gain, bias, gain_cell, bias_cell) if t is not None}
-    found = _added_up(form, hidden, shares, bias is not None, kinds.pop() if len(kinds) == 1 else torch.float32)
+    kind = kinds.pop() if len(kinds) == 1 else torch.float32
+    found: dict[str, Tensor | Product] = {**_added_up(form, hidden, shares, bias is not None, kind)}
     found.update(zip("hc", d_first.unbind()))
     through = _through_norm(form, d_y, xhat, gain, stats, matrix.dtype) if form.site else d_y.to(matrix.dtype)
     found["x"] = through if form.site == "sum" else d_x
     if train_matrix:
-        with as_cudnn_multiplies(matrix.dtype):
-            found["weight"] = through.flatten(0, 1).t() @ operands(hist, extras).flatten(0, 1)
+        found["weight"] = matrix_gradient(through, operands(hist, extras))
     return found
 
 

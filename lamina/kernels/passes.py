@@ -23,11 +23,11 @@ from torch.nn import Parameter
 
 from . import replay
 from .forms import Setting
-from .precision import tf32_wanted
+from .precision import Product, formed, tf32_wanted
 
 Given = Tensor | None
 Forward = Callable[..., list[Tensor]]
-Backward = Callable[..., list[Given]]
+Backward = Callable[..., list[Given | Product]]
 
 LONGEST = 160  # steps: beyond, the GPU's time hides the host's
 LARGEST = 1 / 512  # of a device's memory, for W_x x and the matrix; a space has about eight times that
@@ -211,7 +211,7 @@ class Backwards:
         kept = [space.found[0], *space.found[3:]]
         setting_and_path, extras, own_matrix = space.call, space.extras, space.own_matrix
 
-        def work(tensors: Sequence[Given], grads: Sequence[Given]) -> list[Given]:
+        def work(tensors: Sequence[Given], grads: Sequence[Given]) -> list[Given | Product]:
             now = kept if own_matrix else [*kept[: MATRIX - 2], tensors[4], *kept[MATRIX - 1 :]]
             return backward(*setting_and_path, tensors, extras, now, grads, needed)
 
@@ -220,7 +220,7 @@ class Backwards:
         self.space = weakref.ref(space)  # which holds this
         self.graph: torch.cuda.CUDAGraph | None = None
         self.arriving: list[Given] = []
-        self.found: list[Given] = []
+        self.found: list[Given | Product] = []
         self.calls = 0
 
     def run(self, tensors: Sequence[Given], grads: Sequence[Given]) -> list[Given]:
@@ -228,9 +228,9 @@ class Backwards:
         self.calls += 1
         space = self.space()
         if self.calls == 1 or space is None or self.refused or torch.cuda.is_current_stream_capturing():
-            return self.work(tensors, grads)
+            return list(map(formed, self.work(tensors, grads)))
         if self.graph is None and not self._capture(space, tensors, grads):
-            return self.work(tensors, grads)
+            return list(map(formed, self.work(tensors, grads)))
         for place, gradient in zip(self.arriving, grads):
             if place is not None and gradient is not None:
                 place.copy_(gradient)
@@ -248,10 +248,10 @@ class Backwards:
         return not self.refused
 
 
-def _copies(found: Sequence[Given]) -> list[Given]:
-    """Each tensor's own copy: the input's alone, the parameters' small and large ones in one go."""
-    first, rest = found[0], [t for t in found[1:] if t is not None]
-    copied: list[Given] = [None if first is None else first.clone()]
+def _copies(found: Sequence[Given | Product]) -> list[Given]:
+    """Each gradient as the caller's own: products formed, the input's copied alone, the parameters' in one go."""
+    first, rest = found[0], [t for t in found[1:] if isinstance(t, Tensor)]
+    copied: list[Given] = [first.clone() if isinstance(first, Tensor) else None]
     together = len({t.dtype for t in rest}) == 1 and all(t.numel() * t.element_size() % 16 == 0 for t in rest)
     if together and len(rest) > 1:
         flat = torch.cat([t.reshape(-1) for t in rest])
@@ -259,7 +259,7 @@ def _copies(found: Sequence[Given]) -> list[Given]:
         parts = iter([piece.view(t.shape) for piece, t in zip(pieces, rest)])
     else:
         parts = iter([t.clone() for t in rest])
-    return copied + [None if t is None else next(parts) for t in found[1:]]
+    return copied + [next(parts) if isinstance(t, Tensor) else formed(t) for t in found[1:]]
 
 
 class Lease:

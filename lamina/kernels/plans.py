@@ -109,6 +109,8 @@ def _operand_size(dtype: torch.dtype) -> int:
 def _chunk(span: int, rows: int, size: int, backward: bool) -> int:
     """How much of the contraction (forward) or of the outputs (backward) one matrix instruction sequence takes."""
     most = (16384 if size == 2 else 2048) // rows if not backward else 4096 // rows  # more would spill registers
+    if size == 8 and not backward:  # three TF32 products: their sums are kept short
+        most = 64
     whole, padding = max(16, power(span)), 5 / 4 if backward else 1.3
     if whole <= most and whole <= span * padding:  # in one go
         return whole

@@ -75,6 +75,38 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return product(a.to(out.dtype), b.to(out.dtype), out=out)  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class Product:
+    """A product that is still to be formed.
+
+    The gradient of a large matrix is left so: a captured pass would form it in memory of its own and copy it out.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+    def value(self) -> Tensor:
+        with as_cudnn_multiplies(self.dtype):
+            return torch.mm(self.left, self.right)
+
+
+LATE = 4 * 2**20  # numbers of a product that is worth another launch
+
+
+def matrix_gradient(d: Tensor, x: Tensor) -> Tensor | Product:
+    """d' x of all steps and cases, [T, B, .] each; a large one as a product that is still to be formed."""
+    found = Product(d.flatten(0, 1).t(), x.flatten(0, 1))
+    return found if d.shape[2] * x.shape[2] >= LATE else found.value()
+
+
+def formed(gradient: Tensor | Product | None) -> Tensor | None:
+    return gradient.value() if isinstance(gradient, Product) else gradient
+
+
 @contextmanager
 def as_cudnn_multiplies(dtype: torch.dtype) -> Iterator[None]:
     """torch.mm in float32 follows the switch that nn.LSTM follows.

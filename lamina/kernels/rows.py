@@ -17,13 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .forms import power
-from .formulas import fitting, inverse_deviation, std_correction, wide
+from .formulas import fitting, inverse_deviation, over, rounded, std_correction, wide
 from .plans import processors
 from .precision import Matrix
 from .start import start
 
 MODES = ("norm", "centre", "plain")
 PLAIN_BLOCK = 1024  # columns of a part that is a mere tile
+LARGE = 8 * 2**20  # numbers of a matrix that is centred tile by tile, after its sums; others column by column
 INTERPRETED_PROGRAMS = 3  # of a backward launch on the interpreter: enough for shares to be added up
 
 
@@ -49,8 +50,8 @@ def _mean(x, ok, n):
 
     Without that a constant row would have a tiny variance, which eps = 0 would blow up.
     """
-    mean = tl.sum(x, 1) / n
-    return mean + tl.sum(tl.where(ok, x - mean[:, None], 0.0), 1) / n
+    mean = over(tl.sum(x, 1), n)
+    return mean + over(tl.sum(tl.where(ok, x - mean[:, None], 0.0), 1), n)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -72,7 +73,7 @@ def forward_kernel(
         x = x - mean[:, None]
     if MODE == "norm":
         apart = tl.where(ok, x, 0.0)
-        rstd = inverse_deviation(tl.sum(apart * apart, 1) / n, eps, STD)
+        rstd = inverse_deviation(over(tl.sum(apart * apart, 1), n), eps, STD)
         x = x * rstd[:, None]
         part, parts = tl.program_id(1), tl.num_programs(1)
         tl.store(statistics + rows * parts + part, mean, mask=row_ok)
@@ -91,7 +92,7 @@ def _arriving(d_x, gain, at, inside, ok, column_ok):
     """dL/d(out), and that times the gain: what arrives at x^."""
     d = tl.load(d_x + at, mask=ok, other=0.0).to(tl.float32)
     if gain is not None:
-        return d, d * tl.load(gain + inside, mask=column_ok, other=0.0).to(tl.float32)[None, :]
+        return d, rounded(d, tl.load(gain + inside, mask=column_ok, other=0.0).to(tl.float32)[None, :])
     else:
         return d, d
 
@@ -149,11 +150,11 @@ def backward_kernel(
             normed = _normed(summed, mean, rstd, at, ok)
             if gain is not None:
                 sum_gain += d * normed
-            across = (straight + tl.sum(d_normed, 1)) / n
-            along = (skewed + tl.sum(d_normed * normed, 1)) / n * std_correction(rstd, eps, STD)
+            across = over(straight + tl.sum(d_normed, 1), n)
+            along = over(skewed + tl.sum(d_normed * normed, 1), n) * std_correction(rstd, eps, STD)
             d_normed = (d_normed - across[:, None] - normed * along[:, None]) * rstd[:, None]
         if MODE == "centre":
-            d_normed = d - (tl.sum(d, 1) / n)[:, None]
+            d_normed = d - over(tl.sum(d, 1), n)[:, None]
         tl.store(d_summed + at, d_normed.to(d_summed.dtype.element_ty), mask=ok)
     mine = shares + program * W + first + inside
     if gain is not None:
@@ -281,26 +282,31 @@ def _options(how: Cut) -> dict[str, Any]:
 @triton.jit
 def matrix_kernel(
     weight, out,  # [G*H, H] twice
+    sums,  # [groups, H] of the columns, float32; None: they are formed here
     most,  # [1]: a bound of what is written; None: it is not scaled
-    W, H,
+    W, H, stretch,
     GROUPS: tl.constexpr, CENTRE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one group of rows, less their means (read twice, the second time from L2), or as they are."""
+    """Some columns of a stretch of one group's rows, less their means (for which all are read first) or as they are."""
     first, n = _part(W, H, GROUPS, COLUMNS, 1)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.arange(0, ROWS)
     at = wide(first + rows)[:, None] * H + columns[None, :]
     mean = tl.zeros((1, COLUMNS), tl.float32)
-    if CENTRE:
+    if sums is not None:
+        total = tl.load(sums + tl.program_id(1) * H + columns, mask=columns < H, other=0.0)
+        mean = over(total, n)[None, :]
+    elif CENTRE:
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for begin in range(0, n, ROWS):
             ok = (begin + rows < n)[:, None] & (columns < H)[None, :]
             total += tl.load(weight + wide(begin) * H + at, mask=ok, other=0.0).to(tl.float32)
-        mean = (tl.sum(total, 0) / n)[None, :]
+        mean = over(tl.sum(total, 0), n)[None, :]
     scale = 1.0
     if most is not None:
         scale = fitting(tl.load(most))[0]
-    for begin in range(0, n, ROWS):
+    start = tl.program_id(2) * stretch
+    for begin in range(start, tl.minimum(start + stretch, n), ROWS):
         ok = (begin + rows < n)[:, None] & (columns < H)[None, :]
         x = tl.load(weight + wide(begin) * H + at, mask=ok, other=0.0).to(tl.float32)
         tl.store(out + wide(begin) * H + at, ((x - mean) * scale).to(out.dtype.element_ty), mask=ok)
@@ -315,10 +321,23 @@ def matrix(weight: Tensor, groups: tuple[int, ...], half: bool) -> Matrix:
         return Matrix(weight, weight.dtype)
     # No difference from a mean is more than twice the largest.
     most = torch.linalg.vector_norm(weight, torch.inf).view(1) * 2 if half else None
-    out, hidden, columns = torch.empty_like(weight, dtype=torch.float16 if half else None), weight.shape[1], 16
+    out = torch.empty_like(weight, dtype=torch.float16 if half else None)
+    (width, hidden), large = weight.shape, weight.numel() >= LARGE
+    columns, rows, stretch = (64, 64, 512) if large else (16, 256, width)
     arguments = {
-        "weight": weight, "out": out, "most": most, "W": weight.shape[0], "H": hidden,
-        "GROUPS": groups or (weight.shape[0] // hidden,), "CENTRE": bool(groups), "ROWS": 256, "COLUMNS": columns,
+        "weight": weight, "out": out, "sums": _column_sums(weight, groups) if large and groups else None, "most": most,
+        "W": width, "H": hidden, "stretch": stretch, "GROUPS": groups or (width // hidden,), "CENTRE": bool(groups),
+        "ROWS": rows, "COLUMNS": columns,
     }  # fmt: skip
-    start(matrix_kernel, (-(-hidden // columns), max(1, len(groups))), arguments, {"num_warps": 8})
+    grid = (-(-hidden // columns), max(1, len(groups)), -(-width // stretch))
+    start(matrix_kernel, grid, arguments, {"num_warps": 8})
     return Matrix(out, weight.dtype, most)
+
+
+def _column_sums(weight: Tensor, groups: tuple[int, ...]) -> Tensor:
+    """[groups, H] float32."""
+    hidden = weight.shape[1]
+    sums = torch.empty(len(groups), hidden, dtype=torch.float32, device=weight.device)
+    for out, rows in zip(sums, torch.split(weight, [hidden * g for g in groups])):
+        torch.sum(rows, 0, dtype=torch.float32, out=out)
+    return sums

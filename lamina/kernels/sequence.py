@@ -34,6 +34,7 @@ from .formulas import (
     PAIR,
     RNN,
     TOGETHER,
+    added,
     dreamer_gates,
     fitting,
     gru_backward,
@@ -43,6 +44,7 @@ from .formulas import (
     lstm_cell_backward,
     lstm_gates,
     lstm_output_backward,
+    over,
     rnn_backward,
     rnn_forward,
     rounded,
@@ -110,12 +112,12 @@ def _for_gates(rows, SPLIT: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def _group_width(H, G: tl.constexpr, SPLIT: tl.constexpr, NS: tl.constexpr):
-    """Entries behind each group's statistics, [NS, 1]."""
+def _one_entry(H: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr, NS: tl.constexpr):
+    """An entry's part in the mean of its group, [NS, 1]: sums are multiplied by it, divided they would be less exact."""
     if SPLIT == PAIR:
-        return tl.where(tl.arange(0, NS)[:, None] == 0, 2.0 * H, 1.0 * H)
+        return tl.where(tl.arange(0, NS)[:, None] == 0, 0.5 / H, 1.0 / H)
     else:
-        return tl.zeros((NS, 1), tl.float32) + (1.0 * G * H if SPLIT == TOGETHER else 1.0 * H)
+        return tl.zeros((NS, 1), tl.float32) + (1.0 / (G * H) if SPLIT == TOGETHER else 1.0 / H)
 
 
 @triton.jit
@@ -140,18 +142,18 @@ def _summed_over_members(words, mine, member, number, P: tl.constexpr, P2: tl.co
 
 
 @triton.jit
-def _moments(words, c, own, count, member, number, H: tl.constexpr, P: tl.constexpr, P2: tl.constexpr,
+def _moments(words, c, own, one, member, number, H: tl.constexpr, P: tl.constexpr, P2: tl.constexpr,
              BU: tl.constexpr, BM: tl.constexpr, SOLO: tl.constexpr, SPIN: tl.constexpr,
              WARPS: tl.constexpr):  # fmt: skip
     """Mean and variance of each row of c over all members' units, from one exchange.
 
-    Members publish their own mean and squared deviations; merged as Chan et al. do, nothing cancels.
+    Members publish their own mean (of 1 / ``one`` units) and squared deviations; merged as Chan et al. do, nothing cancels.
     """
-    mean = tl.sum(tl.where(own, c, 0.0), 0) / count
+    mean = tl.sum(tl.where(own, c, 0.0), 0) * one
     apart = tl.where(own, c - mean[None, :], 0.0)
     squares = tl.sum(rounded(apart, apart), 0)
     if SOLO:
-        return mean, squares / H
+        return mean, squares * (1.0 / H)
     else:
         both = tl.reshape(tl.join(mean, squares), (2 * BM,))
         tl.store(words + member * (2 * BM) + tl.arange(0, 2 * BM), word(both, number))
@@ -159,9 +161,9 @@ def _moments(words, c, own, count, member, number, H: tl.constexpr, P: tl.conste
         means, within = tl.split(tl.reshape(got, (P2, BM, 2)))
         p = tl.arange(0, P2)
         counts = 1.0 * tl.where(p < P, tl.minimum(H - p * BU, BU), 0)[:, None]
-        total = tl.sum(rounded(means, counts), 0) / H
+        total = tl.sum(rounded(means, counts), 0) * (1.0 / H)
         away = means - total[None, :]
-        return total, tl.sum(within + rounded(away * away, counts), 0) / H
+        return total, tl.sum(within + rounded(away * away, counts), 0) * (1.0 / H)
 
 
 @triton.jit
@@ -232,7 +234,7 @@ def forward_kernel(
     gate_ok = (gates < G)[:, None, None] & unit_ok[None, :, None]
     if SITE != NOWHERE:
         gain3 = tl.load(gain + columns, mask=gate_ok, other=0.0).to(tl.float32)
-        width = _group_width(H, G, SPLIT, NS)
+        one = _one_entry(H, G, SPLIT, NS)
     if HAS_BIAS:
         bias3 = tl.load(bias + columns, mask=gate_ok, other=0.0).to(tl.float32)
     if CELL_NORM:
@@ -255,7 +257,7 @@ def forward_kernel(
     tl.store(as_bits(hist) + at, state_bits(h, hist.dtype.element_ty), mask=own)
     if CELL == LSTM:
         tl.store(c_hist + at, c, mask=own)
-    count = 1.0 * tl.minimum(H - member * BU, BU)
+    own_one = over(tl.full((), 1.0, tl.float32), tl.minimum(H - member * BU, BU))
     if HAS_LENGTHS:
         length = tl.load(lengths + rows, mask=row_ok, other=0)
     x3 = tl.load(x + at_gates, mask=own_gates, other=0.0).to(tl.float32)
@@ -281,7 +283,10 @@ def forward_kernel(
             )
             old = old * up[:, None] if HALF else old
             old = _as_operand(old, weight.dtype.element_ty, PRECISION)
-            y = tl.dot(w[part], tl.trans(old), y, input_precision=PRECISION)
+            if PRECISION == "tf32x3":  # the matrix unit cuts its sums off: it gets short ones, which are added rightly
+                y = added(y, tl.dot(w[part], tl.trans(old), input_precision=PRECISION))
+            else:
+                y = tl.dot(w[part], tl.trans(old), y, input_precision=PRECISION)
         y = y * down[None, :] if HALF else y
         y3 = tl.reshape(y, (GP, BU, BM))
 
@@ -292,7 +297,7 @@ def forward_kernel(
             mine = _row_sums(y3, y3, SPLIT, GP, BU, BM)
             total = _summed_over_members(sums + turn * sums_turn, mine, member, t + 1, P, P2, NS * BM, SOLO,
                                          SPIN, WARPS)  # fmt: skip
-            inverse = inverse_deviation(tl.reshape(total, (NS, BM)) / width, eps, STD)
+            inverse = inverse_deviation(tl.reshape(total, (NS, BM)) * one, eps, STD)
             y3 = y3 * _for_gates(inverse, SPLIT, GP, BM)[:, None, :]
         normed = y3
         if SITE != NOWHERE:
@@ -310,7 +315,7 @@ def forward_kernel(
             c = f * c_old + i * g
             seen = c
             if CELL_NORM:
-                mean, var = _moments(moments + turn * moments_turn, c, own, count, member, t + 1, H, P, P2, BU, BM,
+                mean, var = _moments(moments + turn * moments_turn, c, own, own_one, member, t + 1, H, P, P2, BU, BM,
                                      SOLO, SPIN, WARPS)  # fmt: skip
                 rstd = inverse_deviation(var, eps, STD)
                 seen = (c - mean[None, :]) * rstd[None, :] * own_gain + own_bias
@@ -558,7 +563,7 @@ def backward_kernel(
 
     gate_ok = (gates < G)[:, None, None] & unit_ok[None, :, None]
     unscaled = fitting(tl.load(most))[1] if HALF else 1.0
-    width = _group_width(H, G, SPLIT, NS)
+    one = _one_entry(H, G, SPLIT, NS)
     zero = tl.zeros((BU, BM), tl.float32)
     gain3 = tl.zeros((GP, BU, 1), tl.float32)
     own_gain, own_bias = tl.zeros((BU, 1), tl.float32), tl.zeros((BU, 1), tl.float32)
@@ -623,7 +628,7 @@ def backward_kernel(
                 mine = tl.reshape(tl.sum(tl.join(d_centred, rounded(d_centred, centred)), 0), (2 * BM,))
                 total = _summed_over_members(cell_sums + turn * cell_turn, mine, member, done + 1, P, P2, 2 * BM,
                                              SOLO, SPIN, WARPS)  # fmt: skip
-                plain, along = tl.split(tl.reshape(total / H, (BM, 2)))
+                plain, along = tl.split(tl.reshape(total * (1.0 / H), (BM, 2)))
                 along = along * std_correction(rstd, eps, STD)
                 d_seen = (d_centred - plain[None, :] - centred * along[None, :]) * rstd[None, :]
                 if not CARRY:
@@ -651,15 +656,15 @@ def backward_kernel(
         scale = inverse
         if SITE != NOWHERE:
             sum_gain += dy3 * normed
-            dy3 = dy3 * gain3
+            dy3 = rounded(dy3, gain3)
             s = _row_sums(dy3, normed, SPLIT, GP, BU, BM)
-            scale = std_correction(inverse, eps, STD) / width
+            scale = std_correction(inverse, eps, STD) * one
             if DEFER:
                 tl.store(sums + turn * sums_turn + member * (NS * BM) + tl.arange(0, NS * BM), word(s, done + 1))
             else:  # a member that is alone has the sums: nothing is left for after the product, where terms may cancel
                 along = _for_gates(tl.reshape(s, (NS, BM)) * scale, SPLIT, GP, BM)
-                one = tl.where((gates < G)[:, None, None] & unit_ok[None, :, None], 1.0, 0.0)
-                flat = tl.reshape(_row_sums(dy3, one, SPLIT, GP, BU, BM), (NS, BM)) / width
+                each = tl.where((gates < G)[:, None, None] & unit_ok[None, :, None], 1.0, 0.0)
+                flat = tl.reshape(_row_sums(dy3, each, SPLIT, GP, BU, BM), (NS, BM)) * one
                 flat = _for_gates(flat, SPLIT, GP, BM)[:, None, :]
                 dy3 = tl.where(own_gates, dy3 - flat - normed * along[:, None, :], 0.0)
             scale = scale * inverse * unscaled  # q is W~' x^ as the weights are given
@@ -734,8 +739,8 @@ def norm_backward_kernel(
     at = row * (G * H) + first * H + j
     normed = tl.load(xhat + at, mask=ok, other=0.0).to(tl.float32)
     dy = tl.load(d_y + at, mask=ok, other=0.0).to(tl.float32)
-    dy *= tl.load(gain + first * H + j, mask=ok, other=0.0).to(tl.float32)
+    dy = rounded(dy, tl.load(gain + first * H + j, mask=ok, other=0.0).to(tl.float32))
     inverse = tl.load(stats + ((row // B) * NSTAT + part) * B + row % B)
-    mean = tl.sum(dy, 0) / n
-    s = tl.sum(dy * normed, 0) / n * std_correction(inverse, eps, STD)
+    mean = over(tl.sum(dy, 0), n)
+    s = over(tl.sum(dy * normed, 0), n) * std_correction(inverse, eps, STD)
     tl.store(out + at, ((dy - mean - normed * s) * inverse).to(out.dtype.element_ty), mask=ok)

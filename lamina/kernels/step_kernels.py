@@ -20,6 +20,7 @@ import triton.language as tl
 
 from .formulas import (
     APART,
+    COMPILED,
     GRU,
     LSTM,
     NOWHERE,
@@ -38,6 +39,7 @@ from .formulas import (
     lstm_output_backward,
     rnn_backward,
     rnn_forward,
+    rounded,
     std_correction,
     tanh,
     wide,
@@ -131,6 +133,11 @@ def _multiply(y, x):
     return y[0] * x[0], y[1] * x[1], y[2] * x[2], y[3] * x[3]
 
 
+@triton.jit
+def _rounded_products(y, x):
+    return rounded(y[0], x[0]), rounded(y[1], x[1]), rounded(y[2], x[2]), rounded(y[3], x[3])
+
+
 @triton.constexpr_function
 def _cut(block, rest):
     """How far the main part is folded across a thread's registers: 16 warps hold 2048 units, four in a row each."""
@@ -197,17 +204,18 @@ def _largest(y, G: tl.constexpr):
 @triton.jit
 def _group_means(y, H: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr):
     """The mean of each gate's statistics group; lanes past the row hold 0."""
+    ONE: tl.constexpr = 1.0 / H
     if SPLIT == TOGETHER:
-        mean = tl.sum(_total(y, G), 0) / (G * H)
+        mean = tl.sum(_total(y, G), 0) * (1.0 / (G * H))
         return mean, mean, mean, mean
     elif SPLIT == PAIR:
         pair, alone = _two_sums(y[0] + y[1], y[2])
-        pair, alone = pair / (2 * H), alone / H
+        pair, alone = pair * (0.5 / H), alone * ONE
         return pair, pair, alone, alone
     else:
         a, b = _two_sums(y[0], y[1])
         c, d = _two_sums(y[2], y[3])
-        return a / H, b / H, c / H, d / H
+        return a * ONE, b * ONE, c * ONE, d * ONE
 
 
 @triton.jit
@@ -216,7 +224,7 @@ def _projections(d, along, H: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr
     d, along = _joined_gates(d), _joined_gates(along)
     if SPLIT == TOGETHER:
         mean, slope = _two_sums(_total(d, G), _total(along, G))
-        mean, slope = mean / (G * H), slope / (G * H)
+        mean, slope = mean * (1.0 / (G * H)), slope * (1.0 / (G * H))
         return (mean, mean, mean, mean), (slope, slope, slope, slope)
     else:
         return _group_means(d, H, G, SPLIT), _group_means(along, H, G, SPLIT)
@@ -236,12 +244,12 @@ def _inverse_deviations(squares, H: tl.constexpr, eps, G: tl.constexpr, SPLIT: t
 @triton.jit
 def _centred(c, there, H: tl.constexpr):
     """c less its mean, 0 past the row, and its variance: in two passes, so that a large mean costs no digits."""
-    mean = tl.sum(_joined(c), 0) / H  # past the row c is 0
+    mean = tl.sum(_joined(c), 0) * (1.0 / H)  # past the row c is 0
     apart, squares = (), ()
     for p in tl.static_range(len(c)):
         away = tl.where(there[p], c[p] - mean, 0.0)
         apart, squares = apart + (away,), squares + (away * away,)
-    return apart, tl.sum(_joined(squares), 0) / H
+    return apart, tl.sum(_joined(squares), 0) * (1.0 / H)
 
 
 @triton.jit
@@ -302,10 +310,27 @@ def _load_cell(gain_cell, bias_cell, j, ok):
 
 
 @triton.jit
+def _all_fetched(BLOCK: tl.constexpr):
+    """0, once every load above is on its way; what is made of what they bring shall have it added.
+
+    Left to itself, the assembler puts loads off until something made of the first ones is out of the way, and the
+    program waits for memory twice or more. It moves arithmetic past a barrier, but not what needs the barrier's own
+    result. The longest rows have no registers for all loads at once.
+    """
+    if COMPILED & (BLOCK <= 4096):
+        zero = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.u32 p, $1, $1; bar.red.popc.u32 $0, 0, p; }", "=r,r",
+            [tl.full((), 0, tl.int32)], tl.int32, False, 1)  # fmt: skip
+        return zero.to(tl.float32, bitcast=True)
+    else:
+        return 0.0
+
+
+@triton.jit
 def _added_up(d_h, row, plane, j, ok, SHARES: tl.constexpr):
     """A row of a product, whose parts lie in planes."""
-    total = tl.load(d_h + row + j, mask=ok, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, SHARES):
+    total = tl.load(d_h + row + j, mask=ok, other=0.0)
+    for part in tl.static_range(1, SHARES):  # float32 then
         total += tl.load(d_h + part * plane + row + j, mask=ok, other=0.0)
     return total
 
@@ -399,6 +424,7 @@ def forward_kernel(
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
         c_old, h_old, gains, biases, keeps_h, keeps_c = 0, 0, 0, 0, 0, 0  # tuples take no None
+        parameters, drops = 0, 0
         inputs = _load_gates(x + step * (G * H), j, ok, H, G)
         if CELL == LSTM:
             c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0)
@@ -412,13 +438,18 @@ def forward_kernel(
             keeps_h = _kept(keep_h, step, j, ok, H, RATE_H)
         if keep_c is not None:
             keeps_c = _kept(keep_c, step, j, ok, H, RATE_C)
-        fetched = fetched + ((inputs, c_old, h_old, gains, biases, keeps_h, keeps_c),)
+        if CELL_NORM:
+            parameters = _load_cell(gain_cell, bias_cell, j, ok)
+        if drop is not None:
+            drops = tl.load(drop + row + j, mask=ok, other=0.0)
+        fetched = fetched + ((inputs, c_old, h_old, gains, biases, keeps_h, keeps_c, parameters, drops),)
     raw = ()
     for p in tl.static_range(PARTS):
         a = _load_gates(y + b * (G * H), units[p], there[p], H, G)
         for share in tl.static_range(1, SHARES):
             a = _add(a, _load_gates(y + (share * B + b) * (G * H), units[p], there[p], H, G))
         raw = raw + (a,)
+    _all_fetched(BLOCK)
 
     # The product's norm.
     if most is not None:
@@ -445,18 +476,14 @@ def forward_kernel(
     needed = ()
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
-        parameters, h_first, drops = 0, 0, 0
-        if CELL_NORM:
-            parameters = _load_cell(gain_cell, bias_cell, j, ok)
+        h_first = 0
         if resets is not None:
             h_first = tl.load(hist + row + j, mask=ok & restarts, other=0.0)
-        if drop is not None:
-            drops = tl.load(drop + row + j, mask=ok, other=0.0)
-        needed = needed + ((parameters, h_first, drops),)
+        needed = needed + (h_first,)
     cells, lets_out = (), ()
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
-        inputs, c_old, h_old, gains, biases, keeps_h, keeps_c = fetched[p]
+        inputs, c_old, h_old, gains, biases, keeps_h, keeps_c, parameters, drops = fetched[p]
         a = products[p]
         if SITE != NOWHERE:
             a = _multiply(a, rstd)
@@ -489,7 +516,7 @@ def forward_kernel(
     states = ()
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
-        inputs, c_old, h_old, gains, biases, keeps_h, keeps_c = fetched[p]
+        inputs, c_old, h_old, gains, biases, keeps_h, keeps_c, parameters, drops = fetched[p]
         h, c = cells[p], cells[p]
         if CELL == LSTM:
             seen = c
@@ -497,7 +524,6 @@ def forward_kernel(
                 seen = apart[p] * cell_rstd
                 if xhat is not None:
                     tl.store(xhat + step * KEPT + G * H + j, seen.to(xhat.dtype.element_ty), mask=ok)
-                parameters = needed[p][0]
                 seen = seen * parameters[0] + parameters[1]
             h = lets_out[p] * tanh(seen)
             if CARRY:
@@ -515,7 +541,7 @@ def forward_kernel(
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
         h, c = states[p]
-        parameters, h_first, drops = needed[p]
+        h_first, drops = needed[p], fetched[p][8]
         last = ok & (t + 1 == T)
         rounded = h.to(hist.dtype.element_ty)
         tl.store(hist + after + j, rounded, mask=ok)
@@ -595,7 +621,7 @@ def backward_kernel(
     fetched = ()
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
-        inputs, c_old, h_old, centred = 0, 0, 0, 0
+        inputs, c_old, h_old, centred, gains, biases, parameters = 0, 0, 0, 0, 0, 0, 0
         raw = _load_gates(xhat + step * KEPT, j, ok, H, G)
         if SITE != ON_SUM:
             inputs = _load_gates(x + step * (G * H), j, ok, H, G)
@@ -604,8 +630,13 @@ def backward_kernel(
         if (CELL != LSTM) & (CELL != RNN):
             h_old = tl.load(hist + source * plane + row + j, mask=ok, other=0.0).to(tl.float32)
         if CELL_NORM:
-            centred = tl.load(xhat + step * KEPT + G * H + j, mask=ok, other=0.0).to(tl.float32)
-        fetched = fetched + ((raw, inputs, c_old, h_old, centred),)
+            centred = tl.load(xhat + step * KEPT + G * H + j, mask=ok, other=0.0)
+            parameters = _load_cell(gain_cell, bias_cell, j, ok)
+        if gain is not None:
+            gains = _load_gates(gain, j, ok, H, G)
+        if bias is not None:
+            biases = _load_gates(bias, j, ok, H, G)
+        fetched = fetched + ((raw, inputs, c_old, h_old, centred, gains, biases, parameters),)
     if SITE != NOWHERE:
         rstd = _load_statistics(stats + step * (G + 1), G, SPLIT)
     if CELL_NORM:
@@ -616,19 +647,35 @@ def backward_kernel(
         restarted = tl.load(resets + step + B, mask=inner, other=0) != 0
     if lengths is not None:
         going = t < tl.load(lengths + b)
+    arriving = ()
+    for p in tl.static_range(PARTS):
+        j, ok = units[p], there[p]
+        dc, drops, past_it, from_out = 0, 0, 0, 0
+        through = _added_up(d_h, row, plane, j, ok & inner, SHARES)
+        if drop is not None:
+            drops = tl.load(drop + row + j, mask=ok, other=0.0)
+        if direct is not None:
+            past_it = tl.load(direct + row + j, mask=ok & inner, other=0.0)
+        if CELL == LSTM:
+            dc = tl.load(d_c + row + j, mask=ok & inner, other=0.0)
+        if d_out is not None:
+            from_out = tl.load(d_out + step * H + j, mask=ok, other=0.0)
+        arriving = arriving + ((through, drops, past_it, dc, from_out),)
+    if most is not None:
+        unscaled = tl.load(scale + b, mask=inner, other=0.0)
+    late = _all_fetched(BLOCK)
     arrived = ()
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
-        last, dc = ok & (t + 1 == T), 0
-        dh = _added_up(d_h, row, plane, j, ok & inner, SHARES)
+        last = ok & (t + 1 == T)
+        dh, drops, past_it, dc, from_out = arriving[p]
+        dh = dh.to(tl.float32)
         if most is not None:
-            dh *= tl.load(scale + b, mask=inner, other=0.0)
+            dh *= unscaled
         if drop is not None:
-            dh *= tl.load(drop + row + j, mask=ok, other=0.0).to(tl.float32)
+            dh *= drops.to(tl.float32)
         if direct is not None:
-            dh += tl.load(direct + row + j, mask=ok & inner, other=0.0)
-        if CELL == LSTM:
-            dc = tl.load(d_c + row + j, mask=ok & inner, other=0.0)
+            dh += past_it
         if resets is not None:
             gone = ok & restarted
             sent = tl.load(first + row + j, mask=gone, other=0.0) + dh
@@ -639,7 +686,7 @@ def backward_kernel(
                 tl.store(first + plane + row + j, tl.where(gone, sent, 0.0), mask=gone | last)
                 dc = tl.where(restarted, 0.0, dc)
         if d_out is not None:
-            dh += tl.load(d_out + step * H + j, mask=ok, other=0.0).to(tl.float32)
+            dh += from_out.to(tl.float32)
         if d_h_n is not None:
             dh += tl.load(d_h_n + row + j, mask=last, other=0.0).to(tl.float32)
         if d_c_n is not None:
@@ -665,23 +712,22 @@ def backward_kernel(
     cells, to_seen = (), ()
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
-        raw, inputs, c_old, h_old, centred = fetched[p]
+        raw, inputs, c_old, h_old, centred, gains, biases, parameters = fetched[p]
         dh, dc, past, past_c = arrived[p]
         a = _floats(raw)
         if gain is not None:
-            a = _multiply(a, _floats(_load_gates(gain, j, ok, H, G)))
+            a = _multiply(a, _floats(gains))
         if bias is not None:
-            a = _add(a, _floats(_load_gates(bias, j, ok, H, G)))
+            a = _add(a, _floats(biases))
         if (SITE != ON_SUM) & (CELL != GRU):
             a = _add(a, inputs)
+        a = _add(a, (late, late, late, late))
         if CELL == LSTM:
             i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3])
+            seen = f * c_old + i * g
             if CELL_NORM:
-                parameters = _load_cell(gain_cell, bias_cell, j, ok)
-                out = tanh(centred * parameters[0] + parameters[1])
-            else:
-                out = tanh(f * c_old + i * g)
-            d3, d_seen = lstm_output_backward(o, out, dh)
+                seen = centred.to(tl.float32) * parameters[0] + parameters[1] + late
+            d3, d_seen = lstm_output_backward(o, tanh(seen), dh)
             cells = cells + ((i, f, g, d3),)
             if CARRY:
                 d_seen += dc
@@ -699,22 +745,23 @@ def backward_kernel(
         for p in tl.static_range(PARTS):
             tl.store(d_cell + step * H + units[p], to_seen[p].to(d_cell.dtype.element_ty), mask=there[p])
         for p in tl.static_range(PARTS):  # the gain comes again: kept, it would not leave registers for the cell
-            d_seen = to_seen[p] * _load_cell(gain_cell, None, units[p], there[p])[0]
-            to_centred, along_cell = to_centred + (d_seen,), along_cell + (d_seen * fetched[p][4],)
+            own_gain = _load_cell(gain_cell, None, units[p], there[p])[0]
+            d_seen = rounded(to_seen[p], own_gain.to(tl.float32))
+            to_centred, along_cell = to_centred + (d_seen,), along_cell + (d_seen * fetched[p][4].to(tl.float32),)
         mean_cell, slope_cell = _two_sums(_joined(to_centred), _joined(along_cell))
-        mean_cell, slope_cell = mean_cell / H, slope_cell / H * std_correction(cell_rstd, eps, STD)
+        mean_cell, slope_cell = mean_cell * (1.0 / H), slope_cell * (1.0 / H) * std_correction(cell_rstd, eps, STD)
 
     # Its gradients.
     to_gates = ()
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
-        raw, inputs, c_old, h_old, centred = fetched[p]
+        raw, inputs, c_old, h_old, centred, gains, biases, parameters = fetched[p]
         dh, dc, past, past_c = arrived[p]
         if CELL == LSTM:
             i, f, g, d3 = cells[p]
             d_seen = to_seen[p]
             if CELL_NORM:
-                d_seen = (to_centred[p] - mean_cell - centred * slope_cell) * cell_rstd
+                d_seen = (to_centred[p] - mean_cell - centred.to(tl.float32) * slope_cell) * cell_rstd
                 d_seen = tl.where(ok, d_seen, 0.0)
             if not CARRY:
                 d_seen += dc
@@ -748,7 +795,7 @@ def backward_kernel(
             j, ok = units[p], there[p]
             raw, d = fetched[p][0], to_gates[p]
             if gain is not None:
-                d = _multiply(d, _floats(_load_gates(gain, j, ok, H, G)))
+                d = _rounded_products(d, _floats(_load_gates(gain, j, ok, H, G)))
             if (CELL == LSTM) & (BLOCK > 2048):  # kept so long, it would not leave registers for the cell
                 raw = _load_gates(xhat + step * KEPT, j, ok, H, G)
             to_normed, normed = to_normed + (d,), normed + (_floats(raw),)
@@ -784,7 +831,7 @@ def end_kernel(
     """The gradient of one row's initial state: what left the first step and what restarted rows sent."""
     j = tl.arange(0, BLOCK)
     ok, row, plane = j < H, wide(tl.program_id(0)) * H, wide(B) * H
-    dh = _added_up(d_h, row, plane, j, ok, SHARES)
+    dh = _added_up(d_h, row, plane, j, ok, SHARES).to(tl.float32)
     if scale is not None:
         dh *= tl.load(scale + tl.program_id(0))
     if drop is not None:

@@ -23,7 +23,7 @@ from . import interpreted, product, replay
 from .forms import Extras, Form, power
 from .launch import operands
 from .plans import OVERRIDE, processors
-from .precision import Matrix, as_cudnn_multiplies, multiply, reach
+from .precision import Matrix, Product, as_cudnn_multiplies, matrix_gradient, multiply, reach
 from .start import start
 from .step_kernels import (
     CLOCKS,
@@ -336,7 +336,7 @@ def backward(
     d_h: Tensor | None,
     d_c: Tensor | None,
     train_matrix: bool = True,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor | Product]:
     """Gradients by name: x, weight (if it is trained), h, c, gain, bias (if there is one), gain_cell, bias_cell."""
     hist, c_hist, xhat, stats = kept
     weight = matrix.values
@@ -357,10 +357,9 @@ def backward(
         start(end_kernel, (x.shape[1],), {**around, **places, "SHARES": pieces}, {"num_warps": 4})
 
     _walk(BACKWARD, form, weight, x.shape[0], tensors, end)
-    found = {"x": sides["d_raw"] if sides["d_x"] is None else sides["d_x"], **states}
+    found: dict[str, Tensor | Product] = {"x": sides["d_raw"] if sides["d_x"] is None else sides["d_x"], **states}
     if train_matrix:
-        with as_cudnn_multiplies(matrix.dtype):
-            found["weight"] = torch.mm(sides["d_raw"].flatten(0, 1).t(), operands(hist, extras).flatten(0, 1))
+        found["weight"] = matrix_gradient(sides["d_raw"], operands(hist, extras))
     return found | _parameters(form, sides, xhat, (gain, bias, gain_cell, bias_cell))
 
 
