@@ -42,8 +42,9 @@ def train(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
                     run.side_by_side = sum(len(other.job.seeds) for other in active)
                 failures += _together(active, accelerator, stop)
     if accelerator is not None and accelerator.num_processes > 1:
-        # Part together, so that no process waits for one that has left.
-        accelerator.wait_for_everyone()
+        # Part together, so that no process waits for one that has left. By a sum: accelerate's own way to wait asks for
+        # a GPU of the process's number, on the CPU too.
+        accelerator.reduce(torch.zeros(1, device=accelerator.device), "sum")
         accelerator.end_training()
     if failures:
         raise RunError("; ".join(failures))

@@ -450,6 +450,7 @@ class TestEnvironment:
         (package / "__init__.py").write_text("")
         monkeypatch.setattr(environment, "__file__", str(package / "environment.py"))
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+        monkeypatch.delenv("LAMINA_COMMIT", raising=False)
         for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"):
             monkeypatch.setenv(name, "nobody")
         assert (records.environment()["commit"], records.environment()["dirty"]) == (None, None)
@@ -467,6 +468,7 @@ class TestEnvironment:
 
     def test_without_git(self, monkeypatch):
         monkeypatch.setenv("PATH", "")
+        monkeypatch.delenv("LAMINA_COMMIT", raising=False)
         assert records.environment()["commit"] is None
 
     def test_no_torch_is_imported(self):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import interpreted, product, replay
 from .forms import Extras, Form, power
-from .launch import operands
+from .launch import FEW, operands
 from .plans import OVERRIDE, processors
 from .precision import Matrix, Product, as_cudnn_multiplies, matrix_gradient, multiply, reach
 from .start import start
@@ -279,7 +279,7 @@ def shapes(form: Form, x: Tensor, dtype: torch.dtype, keep: bool) -> list[tuple[
         ((batch, hidden), dtype),
         ((batch, hidden) if lstm else (0,), dtype),
         ((steps + 1 if lstm else 0, batch, hidden), torch.float32),
-        ((steps, batch, width + (hidden if form.cell_norm else 0)), dtype),
+        ((steps, batch, width + (hidden if form.cell_norm else 0)), torch.float32 if hidden < FEW else dtype),
         ((steps if normed else 0, batch, form.gates + 1), torch.float32),
     ]
     return found if keep else found[:4]
