@@ -32,16 +32,25 @@ def passes(cell: str, hidden: int, dtype: torch.dtype, **override: object) -> No
     torch.cuda.synchronize()
 
 
-def main() -> None:
-    """All small cases."""
+def cases() -> list[tuple[str, int, torch.dtype, dict[str, object]]]:
+    """Cell, units, dtype, and how the problem is cut."""
+    sizes = ((33, torch.bfloat16), (80, torch.bfloat16), (72, torch.float32))
+    cuts: tuple[dict[str, object], ...] = (
+        {"path": "persistent", "rows": 16}, {"path": "steps", "product": True, "parts": 0}
+    )  # fmt: skip
+    found: list[tuple[str, int, torch.dtype, dict[str, object]]] = []
     for cell in ("LSTM", "GRU", "RNN"):
-        for hidden, dtype in ((33, torch.bfloat16), (80, torch.bfloat16), (72, torch.float32)):
-            for path in ("persistent", "steps"):
-                passes(cell, hidden, dtype, path=path)
-                print(cell, hidden, dtype, path, flush=True)
-        for more in ({"path": "persistent", "rows": 16}, {"path": "steps", "product": True, "parts": 0}):
-            passes(cell, 80, torch.bfloat16, **more)
-            print(cell, 80, torch.bfloat16, more, flush=True)
+        found += [(cell, *size, {"path": path}) for size in sizes for path in ("persistent", "steps")]
+        found += [(cell, 80, torch.bfloat16, cut) for cut in cuts]
+    return found
+
+
+def main() -> None:
+    """All small cases, or of N shares the K-th: ``small.py K N``."""
+    first, count = (int(word) for word in sys.argv[1:]) if len(sys.argv) > 1 else (0, 1)
+    for cell, hidden, dtype, cut in cases()[first::count]:
+        passes(cell, hidden, dtype, **cut)
+        print(cell, hidden, dtype, *cut.values(), flush=True)
 
 
 if __name__ == "__main__":

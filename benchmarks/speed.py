@@ -308,7 +308,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rivals", default="bf16,fp32,fp16", help="dtypes in which to time the compiled loop as well")
-    parser.add_argument("--workers", type=int, default=8, help="processes that compile")
+    parser.add_argument("--workers", type=int, default=8, help="processes that compile beforehand; 0: none do")
     parser.add_argument("--out", default="results/bench-sequence.json")
     parser.add_argument("--keep", action="store_true", help="go on with the record: measure only rows it has not")
     parser.add_argument(
@@ -320,7 +320,8 @@ def main() -> None:
         return
     cells, dtypes, shapes = given.cells.split(","), given.dtypes.split(","), [int(n) for n in given.shapes.split(",")]
     torch.backends.cuda.matmul.allow_tf32 = True  # the reference's float32 products, as cuDNN's and ours
-    compile_ahead(cells, dtypes, shapes, given.workers, given.rivals)
+    if given.workers:
+        compile_ahead(cells, dtypes, shapes, given.workers, given.rivals)
     rows = kept(given.out) if given.keep else []
     done = {(row["cell"], row["dtype"], tuple(row["shape"])) for row in rows}
     for cell in cells:
@@ -337,11 +338,16 @@ def main() -> None:
         print(f"{name}: geometric mean {mean['mean']:.3f}, highest {mean['highest']:.2f} of {mean['n']}")
 
 
+def _place(row: dict[str, Any]) -> int:
+    return SHAPES.index(tuple(row["shape"]))
+
+
 def kept(out: str) -> list[dict[str, Any]]:
     """The rows of a record that this very code has made, if there is one."""
     if not Path(out).exists():
         return []
     record, here = json.loads(Path(out).read_text()), records.environment()
+    EARLIER.append(record["command"])
     for name in ("commit", "machine"):
         if record["environment"][name] != here[name]:
             raise SystemExit(
@@ -379,22 +385,47 @@ def tables(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def readme(record: dict[str, Any]) -> str:
-    """The README's table: time of our layer-normalised layer over that of cuDNN's plain one."""
-    kinds = list(dict.fromkeys(f"{row['cell']} {row['dtype']}" for row in record["rows"]))
+    """The README's tables: our layer-normalised layer's time over cuDNN's plain one's, and over its rivals'."""
+    rows = record["rows"]
+    kinds = list(dict.fromkeys(f"{row['cell']} {row['dtype']}" for row in rows))
     ratios = {
         (*row["shape"], f"{row['cell']} {row['dtype']}"): f"{row['ratio_to_cudnn']:.2f}"
         + (" \\*" if row["cudnn_persistent"] else "")
-        for row in record["rows"]
+        for row in rows
     }
-    lines = ["| batch, steps, inputs, units | " + " | ".join(kinds) + " |", "| --- |" + " --- |" * len(kinds)]
-    for shape in dict.fromkeys(tuple(row["shape"]) for row in record["rows"]):
-        cells = (ratios.get((*shape, kind), "-") for kind in kinds)
-        lines.append(f"| {', '.join(map(str, shape))} | {' | '.join(cells)} |")
+    lines = [
+        [", ".join(map(str, shape)), *(ratios.get((*shape, kind), "-") for kind in kinds)]
+        for shape in dict.fromkeys(tuple(row["shape"]) for row in rows)
+    ]
     means = record["geometric_means"]
     for name, end in (("geometric mean", ""), ("geometric mean of \\*", ", cuDNN persistent")):
-        cells = (f"{means[kind + end]['mean']:.2f}" if kind + end in means else "-" for kind in kinds)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([name, *(f"{means[k + end]['mean']:.2f}" if k + end in means else "-" for k in kinds)])
+    first = _markdown(["batch, steps, inputs, units", *kinds], lines)
+    return f"{first}\n\n{_markdown(['', 'least', 'geometric mean', 'most', 'cases'], _against(rows))}"
+
+
+def _against(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Over all shapes and dtypes: how many times faster than each rival, and our own plain layer's part."""
+    found = []
+    for title, key, inverse in (
+        ("times faster than the same layer step by step", "ratio_to_step_by_step", True),
+        ("times faster than a compiled cell in a CUDA graph", "ratio_to_graphed", True),
+        ("time over that of our own layer without a norm", "ratio_to_own_plain", False),
+    ):
+        for cell in ("LSTM", "GRU"):
+            some = [row[key] for row in rows if row["cell"] == cell and row[key] is not None]
+            some = sorted(1 / r if inverse else r for r in some)
+            mean = math.exp(statistics.fmean(map(math.log, some)))
+            found.append([f"{cell}: {title}", f"{some[0]:.2f}", f"{mean:.2f}", f"{some[-1]:.2f}", str(len(some))])
+    return found
+
+
+def _markdown(columns: list[str], lines: list[list[str]]) -> str:
+    both = [columns, ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in both)
+
+
+EARLIER: list[str] = []  # commands that made the rows which this one keeps
 
 
 def command() -> str:
@@ -403,10 +434,11 @@ def command() -> str:
     if "--out" in words:
         at = words.index("--out")
         del words[at : at + 2]
-    return " ".join(["python benchmarks/speed.py", *words])
+    return "; ".join([*EARLIER, " ".join(["python benchmarks/speed.py", *words])])
 
 
 def _write(out: str, rows: list[dict[str, Any]]) -> None:
+    rows = sorted(rows, key=lambda row: (row["cell"] == "GRU", [*DTYPES].index(row["dtype"]), _place(row)))
     record = {
         "schema": records.SCHEMA, "kind": "bench", "name": "sequence",
         "title": "Training step of one recurrent layer on a GPU, microseconds a time step",
