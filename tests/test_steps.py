@@ -176,9 +176,9 @@ def test_sizes(row, shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_one_unit(row, dtype):
-    """Over one unit or two a norm leaves a sign, and whatever rounds otherwise is enlarged."""
-    assert_as_good(draws(row, (1, 1, 3, 1), 3), dtype, times=8)
-    assert_as_good(draws(row, (5, 3, 3, 1)), dtype, times=8)
+    """Over one unit or two a norm leaves a sign, and whatever rounds otherwise is enlarged: few draws say little."""
+    assert_as_good(draws(row, (1, 1, 3, 1), 3 if INTERPRETED else 24), dtype, times=8)
+    assert_as_good(draws(row, (5, 3, 3, 1), 1 if INTERPRETED else 8), dtype, times=8)
 
 
 # Rows in two parts, of any length here.
