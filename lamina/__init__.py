@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 # Names are fetched when first used: torch takes seconds to import, and ``lamina --help`` needs none of it.
 if TYPE_CHECKING:
-    from . import baselines, functional, placements, reference
+    from . import analysis, baselines, functional, placements, reference
     from .baselines import BatchNorm
     from .cells import GRUCell, LSTMCell, RNNCell
     from .checks import BackendError, InputError
@@ -44,6 +44,7 @@ __all__ = [
     "BackendError",
     "InputError",
     # rooms
+    "analysis",
     "baselines",
     "functional",
     "placements",

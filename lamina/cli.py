@@ -240,11 +240,11 @@ def check(name: Annotated[str, typer.Argument(help="of the data set")], data: Da
     say(f"{name}: {KINDS[found.kind]}: {found.label}")
 
 
-# lamina analyse, bench, info
+# lamina convergence, tune, analyse, bench, info
 
 
 @app.command()
-def analyse(
+def convergence(
     paths: PathsArgument = None,
     metric: Annotated[str | None, typer.Option(help="lower is better (default: the experiment's headline)")] = None,
     target: Annotated[float | None, typer.Option(help="value to reach (default: the baseline's best)")] = None,
@@ -252,7 +252,7 @@ def analyse(
     out: Annotated[str | None, typer.Option(help="JSON file for the rows")] = None,
 ) -> None:
     """Speed of convergence: updates to the best value and to a target, and their ratio to the baseline's."""
-    from . import convergence
+    from . import convergence as speed
     from .report import gather
 
     if target is not None and not math.isfinite(target):
@@ -263,9 +263,9 @@ def analyse(
     if not found:
         raise fail("convergence is measured on runs", "none there", "Begin with: lamina run mnist")
     show_notes(notes)
-    rows = [row for record in found for row in convergence.analyse(record, metric, target, baseline)]
+    rows = [row for record in found for row in speed.analyse(record, metric, target, baseline)]
     title = "Updates until ...; ratios are to the baseline's, seed by seed"
-    table(title, convergence.COLUMNS, [convergence.cells(row) for row in rows])
+    table(title, speed.COLUMNS, [speed.cells(row) for row in rows])
     _write_json(out, {"schema": 1, "kind": "convergence", "baseline": baseline, "rows": rows})
 
 
@@ -291,6 +291,24 @@ def _write_json(out: str | None, record: dict[str, Any]) -> None:
     if out is not None:
         records.write(Path(out), json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
         say(f"record: {out}")
+
+
+@app.command()
+def analyse(
+    out: Annotated[str, typer.Option(help="folder for analysis.html and the pictures")] = "analysis",
+    seed: Annotated[int, typer.Option(help="of the random layers and data")] = 0,
+) -> None:
+    """Section 5 of the paper, worked out anew: invariances, Fisher matrices, learning rates, noise, with pictures."""
+    folder = writable_folder(out, "--out")
+    from .analysis import invariance_table, study
+    from .screen import Screen
+
+    Screen().print(invariance_table(seed=seed).rich())
+    found = study.study(seed, lambda part: print(f"{part} done", file=sys.stderr))
+    for name, tables in found.tables.items():
+        for shown in tables if name != "invariances" else ():
+            table(shown["caption"], shown["columns"], shown["rows"])
+    say(f"page: {study.write(found, folder, seed)[0]}")
 
 
 @app.command()

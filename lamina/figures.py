@@ -88,7 +88,7 @@ def draw(record: records.Record, sheet: Sheet, figure: Figure) -> Drawing:
     badge = records.badge(record)
     lines = [panel_lines(record, sheet, panel) for panel in figure.panels]
     alts = [_describe(panel, drawn, data) for panel, drawn in zip(figure.panels, lines)]
-    with _plain_style():
+    with plain_style():
         row = _canvas(figure.panels, lines, f"{title} [{badge}]")
         limits = _share_limits(row, figure.panels)
         single = [_canvas([panel], [drawn], "", f"{badge}: {data}") for panel, drawn in zip(figure.panels, lines)]
@@ -96,10 +96,10 @@ def draw(record: records.Record, sheet: Sheet, figure: Figure) -> Drawing:
             canvas.axes[0].set_ylim(limit)
         for ax in (ax for canvas in (row, *single) for ax in canvas.axes if ax.get_yscale() == "log"):
             _log_ticks(ax)  # now that the limits stand
-        whole, parts = _render(row), [_render(canvas) for canvas in single]
-    panels = tuple(_for_page(svg, f"{name}-{i}", alt) for i, (svg, alt) in enumerate(zip(parts, alts)))
+        whole, parts = rendered(row), [rendered(canvas) for canvas in single]
+    panels = tuple(for_page(svg, f"{name}-{i}", alt) for i, (svg, alt) in enumerate(zip(parts, alts)))
     alt = f"{title} [{badge}]. " + " ".join(alts)
-    return Drawing(name, title, alt, _for_file(whole, alt), panels)
+    return Drawing(name, title, alt, for_file(whole, alt), panels)
 
 
 # What is drawn
@@ -189,7 +189,7 @@ def _describe(panel: Panel, lines: Sequence[Line], data: str) -> str:
 
 
 @contextmanager
-def _plain_style() -> Iterator[None]:
+def plain_style() -> Iterator[None]:
     """Matplotlib's own defaults and ours: a user's matplotlibrc must not change a report."""
     import matplotlib
     from matplotlib import style
@@ -313,7 +313,7 @@ def _log_ticks(ax: Axes) -> None:
 # From drawing to file and page
 
 
-def _render(canvas: Canvas) -> str:
+def rendered(canvas: Canvas) -> str:
     text = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     canvas.savefig(text, format="svg", metadata=nothing, transparent=True)
@@ -323,7 +323,7 @@ def _render(canvas: Canvas) -> str:
     return re.sub(r"[ \t]*\n[ \t]*", "\n", svg)
 
 
-def _for_file(svg: str, alt: str) -> str:
+def for_file(svg: str, alt: str) -> str:
     """A file of its own, on white: where it will be shown, and in which theme, is not known."""
     size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
     paper = f'<rect width="{size[1]}" height="{size[2]}" fill="#ffffff"/>\n' if size else ""
@@ -331,7 +331,7 @@ def _for_file(svg: str, alt: str) -> str:
     return re.sub(r"(<svg[^>]*)>\s*", lambda match: f"{match[1]} {head}", svg, count=1)
 
 
-def _for_page(svg: str, prefix: str, alt: str) -> str:
+def for_page(svg: str, prefix: str, alt: str) -> str:
     """Inline in a page: its own element names, colours from the page's style sheet, size from its box."""
     box = re.search(r'viewBox="[^"]*"', svg)
     head = f'<svg {box[0] if box else ""} role="img" aria-label="{_escaped(alt)}">'

@@ -23,7 +23,7 @@ LONG = ["run", "mnist", "--data", "embedded", "--hidden", "64", "--device", "cpu
 LONG += ["--log-every", "1", "--eval-every", "5000", "--checkpoint-every", "100000"]
 PYTHON = [sys.executable, "-m", "lamina"]
 HOME = Path("mnist") / "mnist-embedded"  # of these runs, below --runs
-COMMANDS = ("list", "run", "reproduce", "report", "data", "bench", "analyse", "info")
+COMMANDS = ("list", "run", "reproduce", "report", "data", "bench", "convergence", "analyse", "info")
 
 
 @pytest.fixture(scope="module")
@@ -183,12 +183,12 @@ BAD = [
     ("report FILE", "JSON"),
     ("report DONE --out FILE", "--out"),
     ("report DONE --out OUT --markdown EMPTY", "--markdown"),
-    ("analyse EMPTY", "lamina run"),
-    ("analyse DONE --metric valid_nl", "'valid_nll'"),
-    ("analyse DONE --baseline no", "'none'"),
-    ("analyse DONE --target nan", "finite"),
-    ("analyse DONE --target low", "--target"),
-    ("analyse DONE --out EMPTY", "--out"),
+    ("convergence EMPTY", "lamina run"),
+    ("convergence DONE --metric valid_nl", "'valid_nll'"),
+    ("convergence DONE --baseline no", "'none'"),
+    ("convergence DONE --target nan", "finite"),
+    ("convergence DONE --target low", "--target"),
+    ("convergence DONE --out EMPTY", "--out"),
     ("bench --quick --out FILE/bench.json", "--out"),
     ("bench --device tpu", "'tpu'"),
     ("reproduce --only mnist, --runs OUT", "''"),
@@ -380,7 +380,7 @@ def test_report_and_analysis_of_runs(capsys, finished, tmp_path):
     assert (tmp_path / "R.md").exists()
     assert f"report: {tmp_path / 'page' / 'report.html'}" in out
     assert all(claim.name in out for claim in find("mnist").claims)
-    out, _ = said(capsys, "analyse", finished, "--metric", "train_nll", "--out", tmp_path / "a" / "b.json")
+    out, _ = said(capsys, "convergence", finished, "--metric", "train_nll", "--out", tmp_path / "a" / "b.json")
     assert "no norm, batch size 128" in out
     rows = json.loads((tmp_path / "a" / "b.json").read_text())["rows"]
     assert [row["steps_to_best_ratio"]["n"] for row in rows] == [1, 1]

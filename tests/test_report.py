@@ -489,7 +489,7 @@ class TestFigures:
         write_run(tmp_path, "layer", 128)
         write_run(tmp_path, "batch", 4)
         record, figure = only(records.collect([tmp_path])), TOY.figures[1]
-        with figures._plain_style():
+        with figures.plain_style():
             canvas = figures._canvas(figure.panels, [figures.panel_lines(record, TOY, p) for p in figure.panels], "")
             before = [ax.get_ylim() for ax in canvas.axes]
             limits = figures._share_limits(canvas, figure.panels)

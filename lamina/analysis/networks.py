@@ -1,0 +1,202 @@
+"""Which changes of its weights and its inputs leave a user's network as it was, weight by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import fail, finite
+from ..recurrent_base import RecurrentModule
+from . import transforms
+from .texts import markdown, on_screen
+from .transforms import Change, Draw, Probe, Transform, checked_draw, deviation, with_draw
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WEIGHT_CHANGES: dict[str, Transform] = {
+    "scaled": transforms.scale,
+    "shifted": transforms.add_to_rows,
+    "scaled and shifted": transforms.scale_and_add,
+    "rows scaled separately": transforms.scale_rows,
+}
+INPUT_CHANGES: dict[str, Transform] = {
+    "scaled": transforms.scale,
+    "shifted": transforms.shift,
+    "one case scaled": transforms.scale_case,
+}
+RECURRENT = (RecurrentModule, nn.RNNBase, nn.RNNCellBase)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One transformation of one weight (or of the inputs) and what it does to the network's outputs.
+
+    deviation: largest change of an output relative to the outputs' size. without_eps: the same with every norm's eps
+    taken away. eps_bound: the most that eps can account for of ``deviation``.
+    verdict: "invariant", "invariant but for eps", "not", or "no effect" where the outputs ignore the weight anyway.
+    """
+
+    where: str
+    transform: str
+    deviation: float
+    without_eps: float
+    eps_bound: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``check_invariances`` found."""
+
+    findings: tuple[Finding, ...]
+    delta: float
+    tolerance: float
+
+    def verdict(self, where: str, transform: str) -> str:
+        return self.finding(where, transform).verdict
+
+    def finding(self, where: str, transform: str) -> Finding:
+        for found in self.findings:
+            if (found.where, found.transform) == (where, transform):
+                return found
+        known = ", ".join(dict.fromkeys(f"{f.where!r} {f.transform!r}" for f in self.findings))
+        raise fail("a finding is named by weight and transformation", f"{where!r}, {transform!r}", f"Known: {known}.")
+
+    def as_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Weight (or "inputs"), then transformation, then the figures."""
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for finding in self.findings:
+            found.setdefault(finding.where, {})[finding.transform] = asdict(finding)
+        return found
+
+    def _texts(self) -> tuple[list[str], list[list[str]]]:
+        head = ["weight", "transformation", "verdict", "deviation", "without eps", "eps bound"]
+        return head, [
+            [f.where, f.transform, f.verdict, f"{f.deviation:.1e}", f"{f.without_eps:.1e}", f"{f.eps_bound:.1e}"]
+            for f in self.findings
+        ]
+
+    def markdown(self) -> str:
+        return markdown(*self._texts())
+
+    def rich(self) -> Table:
+        return on_screen(f"Invariances, delta = {self.delta:g}, tolerance = {self.tolerance:.1e}", *self._texts())
+
+
+def check_invariances(
+    model: nn.Module,
+    inputs: Tensor | tuple[Any, ...],
+    delta: float = 3.0,
+    tolerance: float | None = None,
+    *,
+    case_axis: int | None = None,
+) -> Report:
+    """Which changes of each weight, and of the inputs, leave all outputs of ``model`` as they were, in its own mode.
+
+    Weights are those of linear, convolutional and recurrent layers (torch's and lamina's); W_ih and W_hh of every
+    layer and direction stand apart and together ("weight_ih_l0 + weight_hh_l0"). The model is not changed.
+
+    inputs: the model's argument, or a tuple of them of which the first is transformed where it is floating point.
+    tolerance: largest deviation of an invariance; None is the square root of the outputs' machine precision.
+    case_axis: which axis of the input counts cases; None is 1 for a 3-D input of a recurrent layer without
+        batch_first and 0 otherwise.
+
+    eps is told from a real dependence by measuring again with the eps of every module replaced by ``EPS_OFF``. By the
+    triangle inequality eps accounts for at most the change that taking it away makes before plus after the
+    transformation: ``eps_bound``. An eps written into a forward method stays, and its effect reads as "not".
+    """
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    weights = _weights(model)
+    if not weights:
+        raise fail(
+            "check_invariances needs a linear, convolutional or recurrent layer to transform",
+            f"{type(model).__name__} without one",
+            "Pass a model that has weights.",
+        )
+    axis = _case_axis(model, arguments[0]) if case_axis is None else case_axis
+    measure = _Measure(model, arguments, checked_draw(delta, case_axis=axis), tolerance)
+    findings = [f for where, names in weights.items() for f in measure.weight(where, names)]
+    return Report((*findings, *measure.data()), measure.draw.delta, measure.tolerance)
+
+
+def _case_axis(model: nn.Module, first: Any) -> int:
+    recurrent = [m for m in model.modules() if isinstance(m, RECURRENT)]
+    time_first = any(not getattr(m, "batch_first", False) for m in recurrent)
+    return 1 if time_first and isinstance(first, Tensor) and first.dim() == 3 else 0
+
+
+def _weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Names to show, each with the parameters transformed together."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for label, names in _own_weights(module):
+            found[prefix + label] = tuple(prefix + name for name in names)
+    return found
+
+
+def _own_weights(module: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
+    owned = [name for name, _ in module.named_parameters(recurse=False)]
+    if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        # Under torch's weight norm the row direction is a parameter of its own; the weight itself is computed.
+        stored = ("weight", "weight_v", "parametrizations.weight.original1", "parametrizations.weight.original")
+        known = dict(module.named_parameters())
+        yield from [("weight", (name,)) for name in stored if name in known][:1]
+    elif isinstance(module, RECURRENT):
+        for name in owned:
+            if name.startswith("weight_"):
+                yield name, (name,)
+        for name in owned:
+            partner = name.replace("weight_ih", "weight_hh")
+            if name.startswith("weight_ih") and partner in owned:
+                yield f"{name} + {partner}", (name, partner)
+
+
+class _Measure:
+    """Findings about one model, its outputs before any change taken once."""
+
+    def __init__(self, model: nn.Module, arguments: tuple[Any, ...], draw: Draw, tolerance: float | None) -> None:
+        self.probe, self.draw = Probe(model, arguments), draw
+        self.old, self.old_off = self.probe.outputs(), self.probe.outputs(eps_off=True)
+        precision = max(torch.finfo(out.dtype).eps for out in self.old)
+        self.tolerance = precision**0.5 if tolerance is None else finite("tolerance", tolerance)
+
+    def weight(self, where: str, names: tuple[str, ...]) -> Iterator[Finding]:
+        blind = self._ignores(names)
+        for label, transform in WEIGHT_CHANGES.items():
+            changes = {name: with_draw(transform, self.draw) for name in names}
+            yield self._finding(where, label, blind, changes, None)
+
+    def _ignores(self, names: tuple[str, ...]) -> bool:
+        """Whether other weights altogether would give the same outputs."""
+        noise = {name: lambda w: w + self.draw.vector(w, w.shape) for name in names}
+        return deviation(self.probe.outputs(noise), self.old) == 0
+
+    def data(self) -> Iterator[Finding]:
+        first = self.probe.arguments[0]
+        if not isinstance(first, Tensor) or not first.is_floating_point():
+            return
+        for label, transform in INPUT_CHANGES.items():
+            yield self._finding("inputs", label, False, {}, with_draw(transform, self.draw))
+
+    def _finding(
+        self, where: str, label: str, blind: bool, weights: Mapping[str, Change],
+        data: Change | None,
+    ) -> Finding:  # fmt: skip
+        new, new_off = (self.probe.outputs(weights, data, off) for off in (False, True))
+        moved = deviation(new, self.old)
+        moved_off = deviation(new_off, self.old_off, self.old)
+        bound = deviation(self.old, self.old_off, self.old) + deviation(new, new_off, self.old)
+        return Finding(where, label, moved, moved_off, bound, self._verdict(moved, moved_off, blind))
+
+    def _verdict(self, moved: float, moved_off: float, blind: bool) -> str:
+        if blind:
+            return "no effect"
+        if moved <= self.tolerance:
+            return "invariant"
+        return "invariant but for eps" if moved_off <= self.tolerance else "not"
