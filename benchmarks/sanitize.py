@@ -71,7 +71,8 @@ def main() -> None:
         "command": "python benchmarks/sanitize.py", "passed": all(row["errors"] == 0 for row in rows),
         "about": "Every cell at 33, 80 (bfloat16) and 72 (float32) units, both paths, forward and backward, with and "
         "without lengths and resets.",
-        "tables": [{"caption": "What each tool found", "columns": ["Tool", "Cases", "Errors", "In its words"], "rows": lines}],
+        "tables": [{"caption": "What each tool found", "columns": ["Tool", "Cases", "Errors", "In its words"],
+                    "rows": lines}],
     }  # fmt: skip
     Path(given.out).parent.mkdir(parents=True, exist_ok=True)
     Path(given.out).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")

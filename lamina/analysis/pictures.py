@@ -160,8 +160,9 @@ def training(history: Mapping[str, Mapping[str, Sequence[float]]]) -> Picture:
             ax.legend(frameon=False, fontsize=8.5)
 
     caption = (
-        "One layer trained by plain gradient descent on batches of 16; angles are means over ten updates. With a norm "
-        "the gradient is orthogonal to the weights, so their norm can only grow, and each update turns them less."
+        "The hidden layer of a small classifier of digits, trained by plain gradient descent; angles are means over "
+        "ten updates. With a norm the gradient is orthogonal to the weights: their norm can only grow, and they turn "
+        "less."
     )
     return _picture("training", "Norm growth and rotation during training", caption, (10, 4), 2, paint)
 
