@@ -193,7 +193,7 @@ def _trained(
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         tracker.observe()
-        losses.append(float(loss))
+        losses.append(loss.item())
     seen = tracker.history["0.weight"]
     angles = torch.tensor([o.angle for o in seen[1:]]).view(-1, 10).mean(1)
     return {"norm": [o.norm for o in seen], "angle": angles.tolist()}, sum(losses[-10:]) / 10
