@@ -72,7 +72,7 @@ def test_what_the_tables_say(found):
 def test_the_page_holds_every_picture(found, tmp_path):
     files = study.write(found, tmp_path / "new", seed=3)
     page = files[0].read_text()
-    assert "seed 3" in page
+    assert "--seed 3" in page
     assert [f.name for f in files[1:]] == [f"analysis-{name}.svg" for name in NAMES]
     assert re.findall(r'<section id="([a-z]+)"', page) == NAMES
     assert page.count("<svg") == len(NAMES)
