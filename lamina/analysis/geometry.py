@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..checks import describe, fail
 from ..layers import Conv2d, Linear, NormalisedLayer
 from .information import where
-from .singular import check_statistics
+from .singular import check_statistics, described
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -30,10 +30,7 @@ Loss = Callable[[Tensor], Tensor]
 
 def label(layer: nn.Module, name: str = "") -> str:
     """How an error names a layer: its place in the model, where there is one, its sizes and its norm."""
-    sizes = tuple(layer.weight.shape[1::-1]) if isinstance(layer, NormalisedLayer) else ()
-    norm = f", norm={layer.norm!r}" if isinstance(layer, NormalisedLayer) else ""
-    described = f"{type(layer).__name__}({', '.join(map(str, sizes))}{norm})"
-    return f"{name!r}, {described}," if name else described
+    return f"{name!r}, {described(layer)}," if name else described(layer)
 
 
 def summed_inputs(layer: Linear, x: Tensor) -> Tensor:

@@ -15,18 +15,24 @@ from torch.utils.hooks import RemovableHandle
 
 from ..baselines import BatchNorm
 from ..checks import describe, fail
-from ..layers import Conv2d, Linear, NormalisedLayer
+from ..layers import Conv2d, NormalisedLayer
 from ..recurrent_base import RecurrentModule
 
 WATCHED = (NormalisedLayer, BatchNorm, _BatchNorm, nn.LayerNorm, RecurrentModule)
 
 
+def described(module: nn.Module) -> str:
+    """A layer's kind and, where it has a norm of ours, its sizes and norm."""
+    kind = type(module).__name__
+    if not isinstance(module, NormalisedLayer):
+        return kind
+    sizes = ", ".join(map(str, module.weight.shape[1::-1]))
+    return f"{kind}({sizes}, norm={module.norm!r})"
+
+
 def title(name: str, module: nn.Module) -> str:
     """How an error names a layer; ``name`` as in named_modules."""
-    kind = type(module).__name__
-    if isinstance(module, Linear):
-        kind = f"Linear({module.in_features}, {module.out_features}, norm={module.norm!r})"
-    return f"layer {name!r}, {kind}," if name else f"the layer {kind}"
+    return f"layer {name!r}, {described(module)}," if name else f"the layer {described(module)}"
 
 
 @contextmanager
