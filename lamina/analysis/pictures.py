@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TITLES = {"layer": "layer norm", "batch": "batch norm", "weight": "weight norm", "none": "no norm"}
+ON_LIGHT = "#101014"  # words on a light cell: INK would follow the page into its dark theme, and the cell does not
 EXACT = 1e-16  # what a difference of nothing is drawn as on a logarithmic scale
 
 
@@ -85,7 +86,9 @@ def invariance_map(columns: Sequence[str], rows: Mapping[str, Sequence[tuple[flo
         for y, row in enumerate(rows.values()):
             for x, (size, claimed) in enumerate(row):
                 word = f"{size:.0e}\n{'Invariant' if claimed else 'No'}"
-                ax.text(x, y, word, ha="center", va="center", fontsize=8.5, color="#ffffff" if size < 1e-5 else INK)
+                ax.text(
+                    x, y, word, ha="center", va="center", fontsize=8.5, color="#ffffff" if size < 1e-5 else ON_LIGHT
+                )
         bar = ax.figure.colorbar(image, ax=ax, shrink=0.9)
         bar.set_label("largest change of the output, power of ten")
         ax.set_title("Change of the output; below it the paper's entry", loc="left")
