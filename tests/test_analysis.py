@@ -18,8 +18,16 @@ from lamina.analysis import pictures, study
 NAMES = ["invariances", "fisher", "divergence", "rates", "training", "noise"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _short():
+    """A shorter training run than a reader gets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "UPDATES", 50)
+        yield
+
+
 @pytest.fixture(scope="module")
-def found():
+def found(_short):
     return study.study(seed=0)
 
 
