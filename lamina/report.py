@@ -380,14 +380,19 @@ def _cell(value: Any) -> str:
 
 
 def _render(template: str, sections: Sequence[Section], notes: Sequence[str], **values: Any) -> str:
+    total = Counter(claim["held"] for section in sections for claim in section.claims)
+    return rendered(template, sections=sections, notes=notes, total=total, **values)
+
+
+def rendered(template: str, **values: Any) -> str:
+    """One of the package's templates, filled in."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     page = template.endswith(".html.j2")
     env = Environment(loader=loader, autoescape=page, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     env.filters["md"] = _markdown
-    total = Counter(claim["held"] for section in sections for claim in section.claims)
-    return env.get_template(template).render(sections=sections, notes=notes, total=total, **values).rstrip() + "\n"
+    return env.get_template(template).render(**values).rstrip() + "\n"
 
 
 def _markdown(text: object) -> str:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..checks import describe, fail
 from ..layers import Conv2d, Linear, NormalisedLayer
 from .information import where
-from .singular import check_statistics, described
+from .singular import check_statistics, described, products
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -40,7 +40,7 @@ def summed_inputs(layer: Linear, x: Tensor) -> Tensor:
         rule = f"{label(layer)} needs inputs [N, {layer.in_features}] of {layer.weight.dtype}"
         raise fail(rule, describe(x), "Check the last axis and the dtype.")
     with torch.no_grad():
-        return F.linear(x, layer.weight).reshape(-1, layer.out_features)
+        return products(layer, x)
 
 
 def check_rows(weight: Tensor, called: str) -> None:

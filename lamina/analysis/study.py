@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import data
+from ..figures import COLOURS
 from ..layers import Linear
+from ..report import rendered
 from . import noise, pictures
 from .geometry import null_directions
 from .information import fisher, kl, metric, where
@@ -59,15 +61,8 @@ def study(seed: int = 0, done: Callable[[str], None] = lambda part: None) -> Stu
 
 def write(found: Study, out: Path, seed: int) -> list[Path]:
     """analysis.html and one SVG for each picture."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    from ..figures import COLOURS
-
-    loader = FileSystemLoader(Path(__file__).parents[1] / "templates")
-    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = env.get_template("analysis.html.j2").render(
-        pictures=found.pictures, tables=found.tables, seed=seed, colours=list(enumerate(COLOURS))
-    )
+    colours = list(enumerate(COLOURS))
+    page = rendered("analysis.html.j2", pictures=found.pictures, tables=found.tables, seed=seed, colours=colours)
     out.mkdir(parents=True, exist_ok=True)
     files = {"analysis.html": page, **{f"analysis-{p.name}.svg": p.svg for p in found.pictures}}
     for name, text in files.items():
