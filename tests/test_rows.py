@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 
+from lamina.kernels.forms import kept_dtype
 from lamina.reference import affine, standardise
 
 pytest.importorskip("triton")
@@ -57,14 +58,14 @@ def randn(*shape, seed=0):
 
 def composed(x, gain, bias, groups, mode, eps, eps_mode):
     """The same in torch, as the reference writes it."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    hidden = x.shape[-1] // sum(groups)
+    hidden, given = x.shape[-1] // sum(groups), x.dtype
+    x = x.to(torch.promote_types(given, torch.float32))
     parts = x.split([g * hidden for g in groups], -1)
     if mode == "norm":
         x = torch.cat([standardise(p, (-1,), eps, eps_mode) for p in parts], -1)
     elif mode == "centre":
         x = torch.cat([p - p.mean(-1, keepdim=True) for p in parts], -1)
-    return affine(x, gain, bias)
+    return affine(x, gain, bias).to(torch.promote_types(given, kept_dtype(given, hidden)))
 
 
 def leaves(count, width, dtype, mode, gain=True, bias=True, parameters=torch.float32):
@@ -103,12 +104,13 @@ def errors(got, want):
 
 def check(count, width, dtype, groups, mode, eps=1e-5, eps_mode="var", **which):
     tensors = leaves(count, width, dtype, mode, **which)
-    upstream = randn(*count, width, seed=4).float().double().to(DEVICE)
+    upstream = randn(*count, width, seed=4).to(dtype).double().to(DEVICE)
     how = (groups, mode, eps, eps_mode)
     doubles = [None if t is None else t.double() for t in tensors]
     exact = outcome(composed, doubles, upstream, *how)
     ours, torchs = (outcome(f, tensors, upstream, *how) for f in (prepare, composed))
-    for got, like in zip(ours, [tensors[0].float(), *(t for t in tensors if t is not None)], strict=True):
+    kept = tensors[0].to(kept_dtype(dtype, width // sum(groups)))
+    for got, like in zip(ours, [kept, *(t for t in tensors if t is not None)], strict=True):
         assert (got.shape, got.dtype) == (like.shape, like.dtype)
     floors = [FLOOR * size for size in sizes(exact, tensors, upstream, groups, mode)]
     for k, (mine, theirs, floor) in enumerate(zip(errors(ours, exact), errors(torchs, exact), floors)):

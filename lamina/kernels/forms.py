@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..placements import GATES, PLACEMENTS, PLAIN, Placement
@@ -129,6 +130,14 @@ class Extras:
             for d, axis in enumerate("tbu")
         }
         return {**{name: nothing if t is None else t for name, t in tensors.items()}, **strides, **flags}
+
+
+FEW = 16  # units: over fewer, a norm's gradient is a small difference of large terms that must not be rounded
+
+
+def kept_dtype(dtype: torch.dtype, hidden: int) -> torch.dtype:
+    """Of what a model of some dtype keeps of each step, W_x x and x^."""
+    return torch.float32 if hidden < FEW else dtype
 
 
 def power(n: int) -> int:

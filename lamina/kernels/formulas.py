@@ -81,15 +81,35 @@ def _inverse(x):
         return 1.0 / x
 
 
+@triton.constexpr_function
+def quick_enough(dtype):
+    """Whether the GPU's own tanh is good enough for states of a dtype, here and for sigmoids.
+
+    Its error is 2^-11 of the result, a quarter of bfloat16's rounding but all of float16's; a step is 3% to 4% shorter.
+    """
+    return COMPILED.value and dtype == tl.bfloat16
+
+
 @triton.jit
-def sigmoid(x):
+def sigmoid(x, QUICK: tl.constexpr):
     """Where the exponential overflows its inverse is 0, as it should be."""
-    return _inverse(1.0 + _exp2(x * -LOG2E))
+    if QUICK:
+        return 0.5 + 0.5 * tanh(0.5 * x, QUICK)
+    else:
+        return _inverse(1.0 + _exp2(x * -LOG2E))
 
 
 @triton.jit
-def tanh(x):
+def tanh(x, QUICK: tl.constexpr):
     """By the exponential, and near 0, where that would cancel, by the series."""
+    if QUICK:
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return _exact_tanh(x)
+
+
+@triton.jit
+def _exact_tanh(x):
     far = 1.0 - 2.0 * _inverse(1.0 + _exp2(x * (2 * LOG2E)))
     close = tl.abs(x) < 0.25
     small = tl.where(close, x, 0.0)
@@ -139,8 +159,8 @@ def std_correction(rstd, eps, STD: tl.constexpr):
 
 
 @triton.jit
-def lstm_gates(i, f, g, o):
-    return sigmoid(i), sigmoid(f), tanh(g), sigmoid(o)
+def lstm_gates(i, f, g, o, QUICK: tl.constexpr):
+    return sigmoid(i, QUICK), sigmoid(f, QUICK), tanh(g, QUICK), sigmoid(o, QUICK)
 
 
 @triton.jit
@@ -156,16 +176,16 @@ def lstm_cell_backward(i, f, g, c_old, dc):
 
 
 @triton.jit
-def gru_gates(x_r, x_z, x_n, h_r, h_z, h_n):
-    r = sigmoid(x_r + h_r)
-    return r, sigmoid(x_z + h_z), tanh(x_n + r * h_n)
+def gru_gates(x_r, x_z, x_n, h_r, h_z, h_n, QUICK: tl.constexpr):
+    r = sigmoid(x_r + h_r, QUICK)
+    return r, sigmoid(x_z + h_z, QUICK), tanh(x_n + r * h_n, QUICK)
 
 
 @triton.jit
-def dreamer_gates(r, u, n):
+def dreamer_gates(r, u, n, QUICK: tl.constexpr):
     """As GRU has them: z, the weight of the old h, is 1 - sigmoid(u - 1), so that all that follows is GRU's."""
-    r = sigmoid(r)
-    return r, sigmoid(1.0 - u), tanh(r * n)
+    r = sigmoid(r, QUICK)
+    return r, sigmoid(1.0 - u, QUICK), tanh(r * n, QUICK)
 
 
 @triton.jit
@@ -181,8 +201,8 @@ def gru_backward(r, z, n, h_n, h_old, dh):
 
 
 @triton.jit
-def rnn_forward(a, RELU: tl.constexpr):
-    return tl.maximum(a, 0.0) if RELU else tanh(a)
+def rnn_forward(a, RELU: tl.constexpr, QUICK: tl.constexpr):
+    return tl.maximum(a, 0.0) if RELU else tanh(a, QUICK)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import reference
 from ..reference import CellWeights, Recurrence, SequenceResult
 from . import launch, passes, replay
-from .forms import Extras, Form, Setting, form_of, setting_of
+from .forms import Extras, Form, Setting, form_of, kept_dtype, setting_of
 from .precision import Matrix, Product, as_cudnn_multiplies, formed, matrix_gradient
 
 # The tensors of a call, in the order in which they travel.
@@ -173,7 +173,7 @@ def _forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, kee
     matrix = rows.matrix(_there(weight_hh), normed, setting.factors == "half")
     extra = Extras(*extras)
     hist, h_n, c_n, *kept = _module(path).forward(form, prepared, matrix, h, c, *_inner(form, tensors), extra, keep)
-    most = prepared.new_empty(0) if matrix.most is None else matrix.most
+    most = statistics.new_empty(0) if matrix.most is None else matrix.most
     return [hist, h_n, c_n, summed, statistics, prepared, matrix.values, most, *kept]
 
 
@@ -329,13 +329,13 @@ def _(given: Sequence[Tensor], names: str, setting: str, path: str, keep: bool) 
     tensors, _ = _parted(given, names)
     x, weight_ih, weight_hh = (_there(tensors[at]) for at in (0, 3, 4))
     summed = x.new_empty((*x.shape[:2], weight_ih.shape[0]))
-    prepared = torch.empty_like(summed, dtype=torch.float32)
+    prepared = torch.empty_like(summed, dtype=kept_dtype(summed.dtype, weight_hh.shape[1]))
     statistics = x.new_empty(rows.statistics_shape(summed, groups, mode), dtype=torch.float32)
     shapes = _module(path).shapes(form_of(asked), prepared, weight_hh.dtype, keep)
     made = [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     half = asked.factors == "half"
     values = torch.empty_like(weight_hh, dtype=torch.float16 if half else None)
-    most = prepared.new_empty(1 if half else 0)
+    most = statistics.new_empty(1 if half else 0)
     return [*made[:3], summed, statistics, prepared, values, most, *made[3:]]
 
 

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from . import interpreted
-from .forms import Extras, Form, power
+from .forms import Extras, Form, kept_dtype, power
 from .plans import OVERRIDE, Plan, cut_for
 from .precision import Matrix, Product, as_cudnn_multiplies, matrix_gradient, multiply, precision, reach
 from .start import start
 
 Given = Tensor | None
-FEW = 16  # units: over fewer, a norm's gradient is a small difference of large terms, and x^ must not be rounded
 
 
 @cache
@@ -80,7 +79,7 @@ def shapes(form: Form, x: Tensor, kind: torch.dtype, keep: bool) -> list[tuple[t
         ((batch, hidden), kind),
         ((batch, hidden) if lstm else (0,), kind),
         ((steps + 1 if lstm else 0, batch, hidden), wide),
-        ((steps if keep else 0, batch, width), wide if hidden < FEW else kind),
+        ((steps if keep else 0, batch, width), kept_dtype(kind, hidden)),
         ((steps if keep else 0, _statistics(form), batch), wide),
     ]
 
@@ -156,9 +155,9 @@ def backward(
     defer = bool(form.site) and (cut.members > 1 or "defer" in OVERRIDE)
     d_y = torch.empty_like(xhat)
     d_x = torch.empty_like(xhat) if form.cell == "GRU" else d_y
-    d_first = x.new_empty(2 if form.cell == "LSTM" else 1, batch, hidden)
+    d_first = x.new_empty(2 if form.cell == "LSTM" else 1, batch, hidden, dtype=torch.float32)
     # Filled, because a thread whose first work is cuBLAS's is warned that it has no CUDA context: autograd's threads.
-    shares = x.new_zeros(-(-batch // cut.rows), 2 * (form.gates + 1) * hidden)
+    shares = x.new_zeros(-(-batch // cut.rows), 2 * (form.gates + 1) * hidden, dtype=torch.float32)
     whole = weight.dtype == torch.float32 and precision(weight.dtype) != "tf32"  # a share is a word then
     size = cut.units * cut.rows // (1 if whole else 2)
     arguments = {

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .forms import power
+from .forms import kept_dtype, power
 from .formulas import fitting, inverse_deviation, over, rounded, std_correction, wide
 from .plans import processors
 from .precision import Matrix
@@ -56,7 +56,7 @@ def _mean(x, ok, n):
 
 @triton.jit(do_not_specialize=["N"])
 def forward_kernel(
-    summed, gain, bias, bias_too, out, statistics,  # [N, W], [W] or None thrice, [N, W] float32, [2, N, parts]
+    summed, gain, bias, bias_too, out, statistics,  # [N, W], [W] or None thrice, [N, W], [2, N, parts]
     N, W, H, eps,
     GROUPS: tl.constexpr, MODE: tl.constexpr, STD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def forward_kernel(
         x = x + tl.load(bias + first + columns, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     if bias_too is not None:
         x = x + tl.load(bias_too + first + columns, mask=column_ok, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + at, x, mask=ok)
+    tl.store(out + at, x.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -215,15 +215,17 @@ def forward(
     eps: float,
     eps_mode: str,
 ) -> tuple[Tensor, Tensor]:
-    """What the sequence kernels take as x, [T, B, G*H] float32, from W_x x of all steps, [T, B, G*H] in any dtype.
+    """What the sequence kernels take as x, [T, B, G*H], from W_x x of all steps, [T, B, G*H]: in the same dtype.
 
     "norm" is LN over each group of gates times the gain plus the biases, "centre" takes the mean of each group away,
     "plain" adds the biases. Beside it the statistics of "norm".
     """
     statistics = summed.new_empty(statistics_shape(summed, groups, mode), dtype=torch.float32)
+    width = summed.shape[-1]
+    dtype = kept_dtype(summed.dtype, _hidden(width, groups))
     if mode == "plain" and bias is None and bias_too is None:
-        return summed.float(), statistics  # nothing to fuse
-    out, width = torch.empty_like(summed, dtype=torch.float32), summed.shape[-1]
+        return summed.to(dtype), statistics  # nothing to fuse
+    out = torch.empty_like(summed, dtype=dtype)
     how, count = cut(width, groups, mode, False), summed.shape[0] * summed.shape[1]
     arguments = {
         "summed": summed, "gain": gain, "bias": bias, "bias_too": bias_too, "out": out, "statistics": statistics,

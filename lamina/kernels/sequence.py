@@ -45,6 +45,7 @@ from .formulas import (
     lstm_gates,
     lstm_output_backward,
     over,
+    quick_enough,
     rnn_backward,
     rnn_forward,
     rounded,
@@ -202,6 +203,7 @@ def forward_kernel(
     """One group of programs walks its tile of rows through all T steps."""
     group, member = tl.program_id(0) // P, tl.program_id(0) % P
     NS: tl.constexpr = 1 if SPLIT == TOGETHER else (2 if SPLIT == PAIR else GP)
+    QUICK: tl.constexpr = quick_enough(hist.dtype.element_ty)
     rows = (first + group) * BM + tl.arange(0, BM)
     units = member * BU + tl.arange(0, BU)
     gates = tl.arange(0, GP)
@@ -311,7 +313,7 @@ def forward_kernel(
             if SITE != ON_SUM:
                 y3 += x3
             i, f, g, o = _split(y3, GP, BU, BM)
-            i, f, g, o = lstm_gates(i, f, g, o)
+            i, f, g, o = lstm_gates(i, f, g, o, QUICK)
             c = f * c_old + i * g
             seen = c
             if CELL_NORM:
@@ -319,7 +321,7 @@ def forward_kernel(
                                      SOLO, SPIN, WARPS)  # fmt: skip
                 rstd = inverse_deviation(var, eps, STD)
                 seen = (c - mean[None, :]) * rstd[None, :] * own_gain + own_bias
-            h = o * tanh(seen)
+            h = o * tanh(seen, QUICK)
             if CARRY:
                 c = seen
         else:
@@ -327,14 +329,14 @@ def forward_kernel(
                 if SITE != ON_SUM:
                     y3 += x3
                 pre = tl.reshape(y3, (BU, BM))
-                h = rnn_forward(pre, RELU)
+                h = rnn_forward(pre, RELU, QUICK)
             else:
                 h_r, h_z, h_n, _ = _split(y3, GP, BU, BM)
                 if CELL == GRU:
                     x_r, x_z, x_n, _ = _split(x3, GP, BU, BM)
-                    _, z, n = gru_gates(x_r, x_z, x_n, h_r, h_z, h_n)
+                    _, z, n = gru_gates(x_r, x_z, x_n, h_r, h_z, h_n, QUICK)
                 else:
-                    _, z, n = dreamer_gates(h_r, h_z, h_n)
+                    _, z, n = dreamer_gates(h_r, h_z, h_n, QUICK)
                 h = gru_forward(z, n, h_old)
 
         # What the row keeps.
@@ -383,6 +385,7 @@ def _recalled(
     candidate's recurrent part, h'; RNN: h), the normalised product, its rstd and that of the cell,
     the output's gradient, and which rows start anew.
     """
+    QUICK: tl.constexpr = quick_enough(hist.dtype.element_ty)
     normed = tl.load(xhat + t * step_gates + at_gates, mask=own_gates, other=0.0).to(tl.float32)
     x3 = tl.load(x + t * step_gates + at_gates, mask=own_gates, other=0.0).to(tl.float32)
     inverse, rstd = tl.zeros((NS, BM), tl.float32), tl.zeros((BM,), tl.float32)
@@ -407,7 +410,7 @@ def _recalled(
         if SITE != ON_SUM:
             y3 += x3
         i, f, g, o = _split(y3, GP, BU, BM)
-        i, f, g, o = lstm_gates(i, f, g, o)
+        i, f, g, o = lstm_gates(i, f, g, o, QUICK)
         centred = f * c_old + i * g
         if RAW_C:  # c itself, whose mean and deviation the norm took; made anew from rounded x^ it is another
             centred = tl.load(c_hist + (t + 1) * step_units + at, mask=own, other=0.0)
@@ -417,12 +420,25 @@ def _recalled(
             rstd = tl.load(kept + (NSTAT - 1) * B, mask=row_ok, other=0.0)
             centred = (centred - mean[None, :]) * rstd[None, :]
             seen = centred * own_gain + own_bias
-        return i, f, g, o, c_old, centred, tanh(seen), normed, inverse, rstd, dh_here, restart
+        return i, f, g, o, c_old, centred, tanh(seen, QUICK), normed, inverse, rstd, dh_here, restart
     elif CELL == RNN:
         if SITE != ON_SUM:
             y3 += x3
         pre = tl.reshape(y3, (BU, BM))
-        return rnn_forward(pre, RELU), zero, zero, zero, zero, zero, zero, normed, inverse, rstd, dh_here, restart
+        return (
+            rnn_forward(pre, RELU, QUICK),
+            zero,
+            zero,
+            zero,
+            zero,
+            zero,
+            zero,
+            normed,
+            inverse,
+            rstd,
+            dh_here,
+            restart,
+        )
     else:
         h_old = tl.load(hist + t * step_units + at, mask=own, other=0.0).to(tl.float32)
         if HAS_RESETS:
@@ -430,9 +446,9 @@ def _recalled(
         h_r, h_z, h_n, _ = _split(y3, GP, BU, BM)
         if CELL == GRU:
             x_r, x_z, x_n, _ = _split(x3, GP, BU, BM)
-            r, z, n = gru_gates(x_r, x_z, x_n, h_r, h_z, h_n)
+            r, z, n = gru_gates(x_r, x_z, x_n, h_r, h_z, h_n, QUICK)
         else:
-            r, z, n = dreamer_gates(h_r, h_z, h_n)
+            r, z, n = dreamer_gates(h_r, h_z, h_n, QUICK)
         return r, z, n, h_n, h_old, zero, zero, normed, inverse, rstd, dh_here, restart
 
 

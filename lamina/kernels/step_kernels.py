@@ -37,6 +37,7 @@ from .formulas import (
     lstm_cell_backward,
     lstm_gates,
     lstm_output_backward,
+    quick_enough,
     rnn_backward,
     rnn_forward,
     rounded,
@@ -47,6 +48,8 @@ from .formulas import (
 
 # The table of a pass: the number of steps, addresses of tensors, and from CLOCKS on each row's step.
 CLOCKS = tl.constexpr(32)
+# How L2 keeps things: what a step reads or leaves once shall not drive the matrix out.
+NORMAL, STREAMED = tl.constexpr(""), tl.constexpr("evict_first")
 
 
 @triton.jit(do_not_specialize=["B", "T", "begin"])
@@ -95,15 +98,15 @@ def _parts(H: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
 
 
 @triton.jit
-def _load_gates(at, j, ok, H: tl.constexpr, G: tl.constexpr):
+def _load_gates(at, j, ok, H: tl.constexpr, G: tl.constexpr, POLICY: tl.constexpr = NORMAL):
     """As they lie in memory: half as many registers in half precision."""
-    a = tl.load(at + j, mask=ok, other=0.0)
+    a = tl.load(at + j, mask=ok, other=0.0, eviction_policy=POLICY)
     b, c, d = a, a, a
     if G > 1:
-        b = tl.load(at + H + j, mask=ok, other=0.0)
-        c = tl.load(at + 2 * H + j, mask=ok, other=0.0)
+        b = tl.load(at + H + j, mask=ok, other=0.0, eviction_policy=POLICY)
+        c = tl.load(at + 2 * H + j, mask=ok, other=0.0, eviction_policy=POLICY)
     if G > 3:
-        d = tl.load(at + 3 * H + j, mask=ok, other=0.0)
+        d = tl.load(at + 3 * H + j, mask=ok, other=0.0, eviction_policy=POLICY)
     return a, b, c, d
 
 
@@ -113,14 +116,14 @@ def _floats(y):
 
 
 @triton.jit
-def _store_gates(at, y, j, ok, H: tl.constexpr, G: tl.constexpr):
+def _store_gates(at, y, j, ok, H: tl.constexpr, G: tl.constexpr, POLICY: tl.constexpr = NORMAL):
     dtype = at.dtype.element_ty
-    tl.store(at + j, y[0].to(dtype), mask=ok)
+    tl.store(at + j, y[0].to(dtype), mask=ok, eviction_policy=POLICY)
     if G > 1:
-        tl.store(at + H + j, y[1].to(dtype), mask=ok)
-        tl.store(at + 2 * H + j, y[2].to(dtype), mask=ok)
+        tl.store(at + H + j, y[1].to(dtype), mask=ok, eviction_policy=POLICY)
+        tl.store(at + 2 * H + j, y[2].to(dtype), mask=ok, eviction_policy=POLICY)
     if G > 3:
-        tl.store(at + 3 * H + j, y[3].to(dtype), mask=ok)
+        tl.store(at + 3 * H + j, y[3].to(dtype), mask=ok, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -369,7 +372,8 @@ def begin_kernel(
         rounded = (rounded.to(tl.float32) * tl.load(drop + row + j, mask=ok, other=0.0)).to(hist.dtype.element_ty)
     if most is not None:
         rounded *= _row_scale(reach, tl.program_id(0))[0]
-    tl.store(operand + row + j, rounded.to(operand.dtype.element_ty), mask=ok)
+    if operand is not None:
+        tl.store(operand + row + j, rounded.to(operand.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -385,7 +389,7 @@ def forward_kernel(
     lengths, resets, keep_h, keep_c, drop,  # [B], [T, B], [T, B, H] or one number, twice, [B, H]
     most, reach,  # [1], [B], where factors are scaled float16: bounds of the weights and of each row's h
     y,  # [SHARES, B, G*H]: W~ h', to be added up
-    operand,  # [B, H]: h' of the next product
+    operand,  # [B, H]: h' of the next product; None where that finds it in hist
     carried,  # [2, B, H] float32: the initial h, and the last one where its rounded form in hist would not do
     CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
     RELU: tl.constexpr, STD: tl.constexpr, RATE_H: tl.constexpr, RATE_C: tl.constexpr,
@@ -411,6 +415,7 @@ def forward_kernel(
     most = _there(most, table, 16) if most is not None else None
     reach = _there(reach, table, 17) if reach is not None else None
     units, there = _parts(H, BLOCK, REST)
+    QUICK: tl.constexpr = quick_enough(hist.dtype.element_ty)
     PARTS: tl.constexpr = 2 if REST else 1
     row, plane = b * H, wide(B) * H
     step = wide(t) * B + b
@@ -425,9 +430,9 @@ def forward_kernel(
         j, ok = units[p], there[p]
         c_old, h_old, gains, biases, keeps_h, keeps_c = 0, 0, 0, 0, 0, 0  # tuples take no None
         parameters, drops = 0, 0
-        inputs = _load_gates(x + step * (G * H), j, ok, H, G)
+        inputs = _load_gates(x + step * (G * H), j, ok, H, G, STREAMED)
         if CELL == LSTM:
-            c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0)
+            c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0, eviction_policy=STREAMED)
         if carried is not None:
             h_old = tl.load(carried + tl.where(source > 0, plane, 0) + row + j, mask=ok, other=0.0)
         if gain is not None:
@@ -488,7 +493,7 @@ def forward_kernel(
         if SITE != NOWHERE:
             a = _multiply(a, rstd)
         if xhat is not None:
-            _store_gates(xhat + step * KEPT, a, j, ok, H, G)
+            _store_gates(xhat + step * KEPT, a, j, ok, H, G, STREAMED)
         if gain is not None:
             a = _multiply(a, _floats(gains))
         if bias is not None:
@@ -496,15 +501,15 @@ def forward_kernel(
         if (SITE != ON_SUM) & ((CELL == LSTM) | (CELL == RNN)):
             a = _add(a, inputs)
         if CELL == LSTM:
-            i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3])
+            i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3], QUICK)
             cells, lets_out = cells + (f * c_old + i * g,), lets_out + (o,)
         elif CELL == RNN:
-            cells = cells + (rnn_forward(a[0], RELU),)
+            cells = cells + (rnn_forward(a[0], RELU, QUICK),)
         else:
             if CELL == GRU:
-                _, z, n = gru_gates(inputs[0], inputs[1], inputs[2], a[0], a[1], a[2])
+                _, z, n = gru_gates(inputs[0], inputs[1], inputs[2], a[0], a[1], a[2], QUICK)
             else:
-                _, z, n = dreamer_gates(a[0], a[1], a[2])
+                _, z, n = dreamer_gates(a[0], a[1], a[2], QUICK)
             cells = cells + (gru_forward(z, n, h_old),)
     if CELL_NORM:
         apart, var = _centred(cells, there, H)
@@ -523,9 +528,10 @@ def forward_kernel(
             if CELL_NORM:
                 seen = apart[p] * cell_rstd
                 if xhat is not None:
-                    tl.store(xhat + step * KEPT + G * H + j, seen.to(xhat.dtype.element_ty), mask=ok)
+                    normed = seen.to(xhat.dtype.element_ty)
+                    tl.store(xhat + step * KEPT + G * H + j, normed, mask=ok, eviction_policy=STREAMED)
                 seen = seen * parameters[0] + parameters[1]
-            h = lets_out[p] * tanh(seen)
+            h = lets_out[p] * tanh(seen, QUICK)
             if CARRY:
                 c = seen
         if keep_h is not None:
@@ -551,13 +557,14 @@ def forward_kernel(
             tl.store(c_n + row + j, c.to(c_n.dtype.element_ty), mask=last)
         if carried is not None:
             tl.store(carried + plane + row + j, h, mask=ok)
-        if resets is not None:
-            h = tl.where(restarts, h_first.to(tl.float32), h)
-        if drop is not None:
-            h *= drops.to(tl.float32)
-        if most is not None:
-            h *= up
-        tl.store(operand + row + j, h.to(operand.dtype.element_ty), mask=ok)
+        if operand is not None:
+            if resets is not None:
+                h = tl.where(restarts, h_first.to(tl.float32), h)
+            if drop is not None:
+                h *= drops.to(tl.float32)
+            if most is not None:
+                h *= up
+            tl.store(operand + row + j, h.to(operand.dtype.element_ty), mask=ok)
     tl.debug_barrier()  # every thread has read the clock
     tl.store(table + CLOCKS + b, t + 1)
 
@@ -573,7 +580,7 @@ def backward_kernel(
     d_cell,  # [T, B, H]: to the cell's norm, gain and bias included
     lengths, resets, keep_h, keep_c, drop,
     most,  # as forward has it
-    d_now,  # [B, G*H]: this step's part of d_raw
+    d_now,  # [B, G*H]: this step's part of d_raw; None where the product finds it there
     d_h,  # [SHARES, B, H]: W~' d_raw of the step after, to be added up
     scale,  # [B], where factors are scaled float16: what d_h is to be multiplied by
     direct,  # [B, H] float32: what reaches the old h past the product
@@ -608,11 +615,13 @@ def backward_kernel(
     drop = _there(drop, table, 20) if drop is not None else None
     most = _there(most, table, 21) if most is not None else None
     units, there = _parts(H, BLOCK, REST)
+    QUICK: tl.constexpr = quick_enough(hist.dtype.element_ty)
     PARTS: tl.constexpr = 2 if REST else 1
     row, plane = b * H, wide(B) * H
     step = wide(t) * B + b
     inner = t + 1 < T
     KEPT: tl.constexpr = (G + 1) * H if CELL_NORM else G * H
+    AGAIN: tl.constexpr = (CELL == LSTM) & (BLOCK > 2048)  # what is needed late is fetched again: registers are few
 
     # Everything is fetched before the first sum makes the threads wait for each other.
     source = wide(t)
@@ -622,15 +631,15 @@ def backward_kernel(
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
         inputs, c_old, h_old, centred, gains, biases, parameters = 0, 0, 0, 0, 0, 0, 0
-        raw = _load_gates(xhat + step * KEPT, j, ok, H, G)
+        raw = _load_gates(xhat + step * KEPT, j, ok, H, G, STREAMED)
         if SITE != ON_SUM:
-            inputs = _load_gates(x + step * (G * H), j, ok, H, G)
+            inputs = _load_gates(x + step * (G * H), j, ok, H, G, STREAMED)
         if CELL == LSTM:
-            c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0)
+            c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0, eviction_policy=STREAMED)
         if (CELL != LSTM) & (CELL != RNN):
             h_old = tl.load(hist + source * plane + row + j, mask=ok, other=0.0).to(tl.float32)
         if CELL_NORM:
-            centred = tl.load(xhat + step * KEPT + G * H + j, mask=ok, other=0.0)
+            centred = tl.load(xhat + step * KEPT + G * H + j, mask=ok, other=0.0, eviction_policy=STREAMED)
             parameters = _load_cell(gain_cell, bias_cell, j, ok)
         if gain is not None:
             gains = _load_gates(gain, j, ok, H, G)
@@ -659,7 +668,7 @@ def backward_kernel(
         if CELL == LSTM:
             dc = tl.load(d_c + row + j, mask=ok & inner, other=0.0)
         if d_out is not None:
-            from_out = tl.load(d_out + step * H + j, mask=ok, other=0.0)
+            from_out = tl.load(d_out + step * H + j, mask=ok, other=0.0, eviction_policy=STREAMED)
         arriving = arriving + ((through, drops, past_it, dc, from_out),)
     if most is not None:
         unscaled = tl.load(scale + b, mask=inner, other=0.0)
@@ -723,29 +732,32 @@ def backward_kernel(
             a = _add(a, inputs)
         a = _add(a, (late, late, late, late))
         if CELL == LSTM:
-            i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3])
+            i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3], QUICK)
             seen = f * c_old + i * g
             if CELL_NORM:
                 seen = centred.to(tl.float32) * parameters[0] + parameters[1] + late
-            d3, d_seen = lstm_output_backward(o, tanh(seen), dh)
+            d3, d_seen = lstm_output_backward(o, tanh(seen, QUICK), dh)
             cells = cells + ((i, f, g, d3),)
             if CARRY:
                 d_seen += dc
             to_seen = to_seen + (d_seen,)
         elif CELL == RNN:
-            cells = cells + (rnn_forward(a[0], RELU),)
+            cells = cells + (rnn_forward(a[0], RELU, QUICK),)
         else:
             if CELL == GRU:
-                r, z, n = gru_gates(inputs[0], inputs[1], inputs[2], a[0], a[1], a[2])
+                r, z, n = gru_gates(inputs[0], inputs[1], inputs[2], a[0], a[1], a[2], QUICK)
             else:
-                r, z, n = dreamer_gates(a[0], a[1], a[2])
+                r, z, n = dreamer_gates(a[0], a[1], a[2], QUICK)
             cells = cells + ((r, z, n, a[2]),)
     if CELL_NORM:
         to_centred, along_cell = (), ()
         for p in tl.static_range(PARTS):
-            tl.store(d_cell + step * H + units[p], to_seen[p].to(d_cell.dtype.element_ty), mask=there[p])
-        for p in tl.static_range(PARTS):  # the gain comes again: kept, it would not leave registers for the cell
-            own_gain = _load_cell(gain_cell, None, units[p], there[p])[0]
+            d_seen = to_seen[p].to(d_cell.dtype.element_ty)
+            tl.store(d_cell + step * H + units[p], d_seen, mask=there[p], eviction_policy=STREAMED)
+        for p in tl.static_range(PARTS):
+            own_gain = fetched[p][7][0]
+            if AGAIN:
+                own_gain = _load_cell(gain_cell, None, units[p], there[p])[0]
             d_seen = rounded(to_seen[p], own_gain.to(tl.float32))
             to_centred, along_cell = to_centred + (d_seen,), along_cell + (d_seen * fetched[p][4].to(tl.float32),)
         mean_cell, slope_cell = _two_sums(_joined(to_centred), _joined(along_cell))
@@ -781,11 +793,11 @@ def backward_kernel(
         if direct is not None:
             tl.store(direct + row + j, past, mask=ok)
         if d_x is not None:
-            _store_gates(d_x + step * (G * H), d, j, ok, H, G)
+            _store_gates(d_x + step * (G * H), d, j, ok, H, G, STREAMED)
         if (CELL != LSTM) & (CELL != RNN):
             d = (d0, d1, d2 * r, d2)
         if d_y is not None:
-            _store_gates(d_y + step * (G * H), d, j, ok, H, G)
+            _store_gates(d_y + step * (G * H), d, j, ok, H, G, STREAMED)
         to_gates = to_gates + (d,)
 
     # The norm.
@@ -793,11 +805,13 @@ def backward_kernel(
         to_normed, normed, along = (), (), ()
         for p in tl.static_range(PARTS):
             j, ok = units[p], there[p]
-            raw, d = fetched[p][0], to_gates[p]
-            if gain is not None:
-                d = _rounded_products(d, _floats(_load_gates(gain, j, ok, H, G)))
-            if (CELL == LSTM) & (BLOCK > 2048):  # kept so long, it would not leave registers for the cell
+            raw, gains, d = fetched[p][0], fetched[p][5], to_gates[p]
+            if AGAIN:
                 raw = _load_gates(xhat + step * KEPT, j, ok, H, G)
+                if gain is not None:
+                    gains = _load_gates(gain, j, ok, H, G)
+            if gain is not None:
+                d = _rounded_products(d, _floats(gains))
             to_normed, normed = to_normed + (d,), normed + (_floats(raw),)
             along = along + (_multiply(d, normed[p]),)
         mean, slope = _projections(to_normed, along, H, G, SPLIT)
@@ -813,11 +827,12 @@ def backward_kernel(
             largest = largest + (_largest(to_gates[p], G),)
         up, down = fitting(tl.max(_joined(largest, True), 0))
         tl.store(scale + b, down * fitting(tl.load(most))[1])
-    for p in tl.static_range(PARTS):
-        d = to_gates[p]
-        if most is not None:
-            d = _multiply(d, (up, up, up, up))
-        _store_gates(d_now + b * (G * H), d, units[p], there[p], H, G)
+    if d_now is not None:
+        for p in tl.static_range(PARTS):
+            d = to_gates[p]
+            if most is not None:
+                d = _multiply(d, (up, up, up, up))
+            _store_gates(d_now + b * (G * H), d, units[p], there[p], H, G)
     tl.debug_barrier()  # every thread has read the clock
     tl.store(table + CLOCKS + b, t - 1)
 

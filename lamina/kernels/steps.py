@@ -13,15 +13,15 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
 from torch import Tensor
 
 from . import interpreted, product, replay
-from .forms import Extras, Form, power
-from .launch import FEW, operands
+from .forms import Extras, Form, kept_dtype, power
+from .launch import operands
 from .plans import OVERRIDE, processors
 from .precision import Matrix, Product, as_cudnn_multiplies, matrix_gradient, multiply, reach
 from .start import start
@@ -133,7 +133,10 @@ class Way:
     backward: bool
     kernel: Any
     scratch: Callable[[Form, Tensor, int, Tensors], Tensors]  # for a matrix and a batch
-    factors: Callable[[Tensors], tuple[Any, Any]]  # of the product: what the matrix is multiplied by, and the result
+    factor: str  # in scratch memory: what the matrix is multiplied by
+    result: str  # and the product
+    history: str  # where the kernels leave the factors of all steps
+    changed: tuple[str, ...]  # what makes the factor another than that
 
 
 def _needs_old_h(form: Form, tensors: Tensors) -> bool:
@@ -172,32 +175,40 @@ def _backward_scratch(form: Form, weight: Tensor, batch: int, tensors: Tensors) 
     }
 
 
-FORWARD = Way(False, forward_kernel, _forward_scratch, lambda scratch: (scratch["operand"], scratch["y"]))
-BACKWARD = Way(True, backward_kernel, _backward_scratch, lambda scratch: (scratch["d_now"], scratch["d_h"]))
+FORWARD = Way(False, forward_kernel, _forward_scratch, "operand", "y", "hist", ("most", "drop", "resets"))
+BACKWARD = Way(True, backward_kernel, _backward_scratch, "d_now", "d_h", "d_raw", ("most",))
 
 
 class Pass:
     """The steps of one direction: a product and a kernel each, always between the same scratch tensors.
 
     Calls differ in their tensors, of which only the dtypes matter here, and in the number of steps: ``prepare``.
+    A pass for one call only (``history`` is that call's) has no copy of its products' factors: they are read where the
+    kernels leave them for all steps.
     """
 
-    def __init__(self, way: Way, form: Form, weight: Tensor, batch: int, tensors: Tensors) -> None:
+    def __init__(
+        self, way: Way, form: Form, weight: Tensor, batch: int, tensors: Tensors, history: Tensor | None = None
+    ) -> None:
         self.way, self.batch, hidden = way, batch, weight.shape[1]
         self.scratch = way.scratch(form, weight, batch, tensors)
+        self.history = history
+        if history is not None:
+            self.scratch[way.factor] = None
         self.table = torch.empty(CLOCKS.value + batch, dtype=torch.int64, device=weight.device)
         stand_ins = {name: None if t is None else self.table[:1].view(t.dtype) for name, t in tensors.items()}
         arguments = {
             "B": batch, "eps": float(form.eps), "table": self.table, **stand_ins, **self.scratch,
             **_constants(form, hidden, tensors),
         }  # fmt: skip
-        left, out = way.factors(self.scratch)
+        left, out = self.scratch[way.factor], self.scratch[way.result]
         arguments["SHARES"] = out.shape[0] if out.dim() == 3 else 1
         self.kernel = Stepper(way.kernel, (batch, 1, 1), _warps(row_parts(hidden)[0]), arguments)
-        self.multiply: Callable[[], Any] = partial(multiply, left, weight if way.backward else weight.t(), out)
+        self.multiply: Callable[[Any], Any] = partial(multiply, b=weight if way.backward else weight.t(), out=out)
         if product.serves(weight, batch):
             clock = self.table[CLOCKS.value :]
-            self.multiply = Stepper(*product.launch(left, weight, way.backward, out, clock))
+            own = Stepper(*product.launch(left, weight, way.backward, out, clock))
+            self.multiply = lambda _: own()
 
     def prepare(self, tensors: Tensors, steps: int) -> None:
         """The table of a call."""
@@ -207,18 +218,19 @@ class Pass:
         }  # fmt: skip
         start(table_kernel, (1,), arguments, {"num_warps": 4})
 
-    def step(self) -> None:
-        """Whichever is next."""
+    def step(self, number: int = 0) -> None:
+        """Whichever is next; only where factors are read from the history it must be said which."""
+        left = self.scratch[self.way.factor] if self.history is None else self.history[number]
         if self.way.backward:
             self.kernel()
-            self.multiply()
+            self.multiply(left)
         else:
-            self.multiply()
+            self.multiply(left)
             self.kernel()
 
     def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.step()
+        for number in reversed(range(steps)) if self.way.backward else range(steps):
+            self.step(number)
 
 
 class Replayed(Pass):
@@ -238,13 +250,20 @@ def _walk(way: Way, form: Form, weight: Tensor, steps: int, tensors: Tensors, be
     tensors, batch = _aligned(tensors), tensors["x"].shape[1]
     with torch.cuda.device_of(weight), as_cudnn_multiplies(weight.dtype):  # type: ignore[no-untyped-call]
         if not replay.serves(weight):
-            _run(Pass(way, form, weight, batch, tensors), steps, tensors, beside)
+            _run(Pass(way, form, weight, batch, tensors, _history(way, weight, batch, tensors)), steps, tensors, beside)
             return
         with replay.LOCK:
             key = _key(way, form, weight, batch, tensors)
             held = replay.entry(key, lambda: Replayed(way, form, weight, batch, tensors))
             held.weight.hold(weight, again=way.backward)
             _run(held, steps, tensors, beside)
+
+
+def _history(way: Way, weight: Tensor, batch: int, tensors: Tensors) -> Tensor | None:
+    """The factors of all steps, where the products can read them as they lie."""
+    if product.serves(weight, batch) or any(tensors[name] is not None for name in way.changed):
+        return None
+    return cast(Tensor, tensors[way.history])
 
 
 def _run(line: Pass, steps: int, tensors: Tensors, beside: Beside) -> None:
@@ -279,7 +298,7 @@ def shapes(form: Form, x: Tensor, dtype: torch.dtype, keep: bool) -> list[tuple[
         ((batch, hidden), dtype),
         ((batch, hidden) if lstm else (0,), dtype),
         ((steps + 1 if lstm else 0, batch, hidden), torch.float32),
-        ((steps, batch, width + (hidden if form.cell_norm else 0)), torch.float32 if hidden < FEW else dtype),
+        ((steps, batch, width + (hidden if form.cell_norm else 0)), kept_dtype(dtype, hidden)),
         ((steps if normed else 0, batch, form.gates + 1), torch.float32),
     ]
     return found if keep else found[:4]
