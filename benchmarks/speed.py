@@ -53,7 +53,7 @@ def floor(cell: str, dtype: str, shape: tuple[int, ...]) -> float:
     """The least microseconds of a step: exchanges one after another, or what must be moved through memory."""
     batch, steps, inputs, hidden = shape
     gates, size = {"LSTM": 4, "GRU": 3}[cell], torch.empty((), dtype=DTYPES[dtype]).element_size()
-    kept = batch * hidden * (2 * gates * 4 + 3 * gates * size + 4 * size)  # W_x x, what backward reads, gradients
+    kept = batch * hidden * (5 * gates + 4) * size  # W_x x twice, what backward reads, gradients
     weights = gates * hidden * (hidden * 2 + inputs * size)  # the recurrent matrix has 16 bits in every dtype
     on_chip = weights < 30e6  # the shared memory of all multiprocessors
     moved = kept + weights * (3 / steps if on_chip else 2)
