@@ -34,6 +34,7 @@ fused = importlib.import_module("lamina.kernels.fused")
 passes = importlib.import_module("lamina.kernels.passes")
 plans = importlib.import_module("lamina.kernels.plans")
 precision = importlib.import_module("lamina.kernels.precision")
+product = importlib.import_module("lamina.kernels.product")
 replay = importlib.import_module("lamina.kernels.replay")
 pytestmark = pytest.mark.usefixtures("bfloat16_is_rounded")
 
@@ -143,6 +144,31 @@ def test_own_product(row, shape, dtype, monkeypatch):
     """As for matrices that are larger than the L2 cache: every other step reads them backwards."""
     monkeypatch.setitem(plans.OVERRIDE, "product", True)
     assert_as_good(draws(row, shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("row", "shape"), [(ROWS[0], (3, 3, 7, 24)), (("GRU", "layer", "paper"), (2, 17, 3, 32))])
+def test_products_in_shares(row, shape, dtype, monkeypatch):
+    """Three along the contraction, which the step adds up."""
+    monkeypatch.setitem(plans.OVERRIDE, "shares", 3)
+    assert_as_good(draws(row, shape), dtype)
+
+
+@pytest.mark.parametrize(
+    ("batch", "hidden", "gates", "want"),
+    [(128, 2400, 4, 3), (128, 2400, 3, 3), (128, 1024, 4, 4), (64, 4096, 4, 4), (1, 4098, 1, 1), (128, 1026, 4, 3),
+     (128, 2401, 4, 1), (4096, 1024, 4, 1), (128, 256, 4, 2), (128, 128, 4, 1)],
+)  # fmt: skip
+def test_number_of_shares(batch, hidden, gates, want, monkeypatch):
+    class OnGPU:
+        device, shape = torch.device("cuda"), (gates * hidden, hidden)
+
+        def element_size(self):
+            return 2
+
+    monkeypatch.setattr(product, "processors", lambda device: 132)
+    assert product.shares(OnGPU(), batch) == want
+    assert want == 1 or gates * hidden % (8 * want) == 0
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)

@@ -330,11 +330,19 @@ def _all_fetched(BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _added_up(d_h, row, plane, j, ok, SHARES: tl.constexpr):
-    """A row of a product, whose parts lie in planes."""
-    total = tl.load(d_h + row + j, mask=ok, other=0.0)
-    for part in tl.static_range(1, SHARES):  # float32 then
-        total += tl.load(d_h + part * plane + row + j, mask=ok, other=0.0)
+def _load_shares(d_h, row, plane, j, ok, SHARES: tl.constexpr):
+    """A row of a product, whose shares lie in planes."""
+    found = ()
+    for part in tl.static_range(SHARES):
+        found = found + (tl.load(d_h + part * plane + row + j, mask=ok, other=0.0),)
+    return found
+
+
+@triton.jit
+def _added_up(shares):
+    total = shares[0].to(tl.float32)
+    for part in tl.static_range(1, len(shares)):
+        total += shares[part].to(tl.float32)
     return total
 
 
@@ -660,7 +668,7 @@ def backward_kernel(
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
         dc, drops, past_it, from_out = 0, 0, 0, 0
-        through = _added_up(d_h, row, plane, j, ok & inner, SHARES)
+        through = _load_shares(d_h, row, plane, j, ok & inner, SHARES)
         if drop is not None:
             drops = tl.load(drop + row + j, mask=ok, other=0.0)
         if direct is not None:
@@ -677,8 +685,8 @@ def backward_kernel(
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
         last = ok & (t + 1 == T)
-        dh, drops, past_it, dc, from_out = arriving[p]
-        dh = dh.to(tl.float32)
+        through, drops, past_it, dc, from_out = arriving[p]
+        dh = _added_up(through)
         if most is not None:
             dh *= unscaled
         if drop is not None:
@@ -846,7 +854,7 @@ def end_kernel(
     """The gradient of one row's initial state: what left the first step and what restarted rows sent."""
     j = tl.arange(0, BLOCK)
     ok, row, plane = j < H, wide(tl.program_id(0)) * H, wide(B) * H
-    dh = _added_up(d_h, row, plane, j, ok, SHARES).to(tl.float32)
+    dh = _added_up(_load_shares(d_h, row, plane, j, ok, SHARES))
     if scale is not None:
         dh *= tl.load(scale + tl.program_id(0))
     if drop is not None:

@@ -1,6 +1,6 @@
 """A recurrence whose weights do not fit on chip: a product and one kernel a step.
 
-The product W~ h' is torch.mm's, or ``product``'s where that is faster; the kernel beside it (``step_kernels``) does the
+The product W~ h' is torch's, or ``product``'s where that is faster; the kernel beside it (``step_kernels``) does the
 rest of the step. What a step hands to the next lies in memory that stays where it is: the operand of the next product
 and its result, and backward the gradients that pass the product by. A table in memory tells the kernel where the
 tensors of the call lie and which step it is. So a step is the same two launches whatever its number and its call, and
@@ -159,7 +159,16 @@ def _result(weight: Tensor, batch: int, backward: bool, tensors: Tensors) -> Ten
     if product.serves(weight, batch):
         return product.result(weight, batch, backward)
     dtype = weight.dtype if tensors["most"] is None else torch.float32
-    return weight.new_empty((batch, weight.shape[1 if backward else 0]), dtype=dtype)
+    count, width = product.shares(weight, batch) if backward else 1, weight.shape[1 if backward else 0]
+    return weight.new_empty((batch, width) if count == 1 else (count, batch, width), dtype=dtype)
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """left right, in as many shares along the contraction as ``out`` has places for."""
+    if out.dim() == 3:
+        left = left.view(left.shape[0], out.shape[0], -1).transpose(0, 1)
+        right = right.view(out.shape[0], -1, right.shape[1])
+    multiply(left, right, out)
 
 
 def _backward_scratch(form: Form, weight: Tensor, batch: int, tensors: Tensors) -> Tensors:
@@ -204,7 +213,7 @@ class Pass:
         left, out = self.scratch[way.factor], self.scratch[way.result]
         arguments["SHARES"] = out.shape[0] if out.dim() == 3 else 1
         self.kernel = Stepper(way.kernel, (batch, 1, 1), _warps(row_parts(hidden)[0]), arguments)
-        self.multiply: Callable[[Any], Any] = partial(multiply, b=weight if way.backward else weight.t(), out=out)
+        self.multiply: Callable[[Any], Any] = partial(_multiply, right=weight if way.backward else weight.t(), out=out)
         if product.serves(weight, batch):
             clock = self.table[CLOCKS.value :]
             own = Stepper(*product.launch(left, weight, way.backward, out, clock))
@@ -285,8 +294,8 @@ def _key(way: Way, form: Form, weight: Tensor, batch: int, tensors: Tensors) -> 
     kinds = tuple(None if t is None else t.dtype for t in tensors.values())
     rates = _is_rate(tensors["keep_h"]), _is_rate(tensors["keep_c"])
     matrix = weight.shape, weight.dtype, replay.stream_of(weight), replay.multiplication(weight.dtype)
-    cut = row_parts(weight.shape[1])
-    return way.backward, form, batch, kinds, rates, matrix, cut, _warps(cut[0]), product.serves(weight, batch)
+    cut, products = row_parts(weight.shape[1]), (product.serves(weight, batch), product.shares(weight, batch))
+    return way.backward, form, batch, kinds, rates, matrix, cut, _warps(cut[0]), products
 
 
 def shapes(form: Form, x: Tensor, dtype: torch.dtype, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
