@@ -15,7 +15,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,14 @@ class Problem:
         return all(torch.equal(a, b) for a, b in zip(found, self.wanted))
 
 
+def track(some: list[Any], what: str, every: int) -> Iterator[Any]:
+    """Says how far it is: someone who waits should be able to tell work from a hang."""
+    for done, one in enumerate(some):
+        if done % every == 0:
+            print(f"{done} of {len(some)} {what}", flush=True)
+        yield one
+
+
 def main() -> None:
     """Launch, compare, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -91,7 +99,8 @@ def main() -> None:
     given = parser.parse_args()
     draw, problem = random.Random(0), None
     torch.manual_seed(0)
-    problems = [Problem(case) for case in draw.sample([c for c in cases() if c["shape"][0] <= 37], given.problems)]
+    chosen = draw.sample([c for c in cases() if c["shape"][0] <= 37], given.problems)
+    problems = [Problem(case) for case in track(chosen, "problems that are ready", every=10)]
     busy, load = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     done, different, began = 0, [], time.perf_counter()
     while done < given.launches and time.perf_counter() - began < given.seconds:
@@ -102,6 +111,8 @@ def main() -> None:
         if not problem.again(replay=draw.random() < 0.5):
             different.append(problem.name)
         done += 1
+        if done % 1000 == 0:
+            print(f"{done} launches", flush=True)
     record = {
         "schema": records.SCHEMA, "kind": "stress", "name": "sequence",
         "title": "Random launches of the fused recurrences in a row, another stream busy, half of them in CUDA graphs",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import inspect
+import json
 import pathlib
 import re
 import shutil
@@ -131,6 +133,15 @@ def test_results_are_what_the_records_say(tmp_path):
     assert rows
     told = re.findall(r"^\| \[.*RESULTS.md#.*$", (ROOT / "README.md").read_text(), flags=re.M)
     assert told == [row.replace("](#", "](RESULTS.md#") for row in rows]
+
+
+def test_readme_tells_the_speeds_of_the_record():
+    place = importlib.util.spec_from_file_location("speed", ROOT / "benchmarks" / "speed.py")
+    speed = importlib.util.module_from_spec(place)
+    place.loader.exec_module(speed)
+    record = json.loads((ROOT / "results" / "bench-sequence.json").read_text())
+    assert len(record["rows"]) == 60
+    assert speed.readme(record) in (ROOT / "README.md").read_text()
 
 
 def test_readme_lists_every_placement():
