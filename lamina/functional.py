@@ -163,8 +163,8 @@ def run(call: Recurrence, backend: str = "auto", *, single_step: bool = False) -
     check_recurrence(call)
     call = _under_autocast(call)
     choice = choose(_request(call, single_step), backend)
-    if choice.backend == "triton":
-        from .kernels import fused  # Triton is imported where it is used
+    if choice.backend in ("triton", "numba"):
+        from .kernels import fused  # Triton and numba are imported where they are used
 
         return fused.run(call, choice.path)
     return opaque.run(call) if choice.opaque else reference.evaluate(call)

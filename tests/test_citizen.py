@@ -436,9 +436,9 @@ def test_two_processes_give_the_gradients_of_one(tmp_path):
 def test_explain_names_backend_and_reason():
     layer, x = lamina.LSTM(3, 5, placement="joint"), torch.randn(4, 2, 3)
     choice = lamina.explain(layer, x)
-    assert choice.backend == "reference"
-    assert "joint" in choice.reason
-    assert str(choice) == f"reference: {choice.reason}"
+    assert choice.backend == "numba"
+    assert "compiled kernel" in choice.reason
+    assert str(choice) == f"numba: {choice.reason}"
     assert lamina.explain(layer) == choice
     packed = pack_padded_sequence(x, torch.tensor([4, 2]))
     assert lamina.explain(layer, packed) == choice

@@ -260,8 +260,8 @@ def test_what_it_cannot_serve_it_refuses_with_words(options, word, device):
         layer(x)
     automatic = lamina.LSTM(3, 5, device=device, **options)
     choice = lamina.explain(automatic, x)
-    assert choice.backend == "reference"
-    assert (word if device.type == "cuda" else "CUDA devices only") in choice.reason
+    assert choice.backend == "reference" or (device.type, word) == ("cpu", "float64")
+    assert word in choice.reason or choice.backend == "numba"
     assert automatic(x)[0].shape[0] == 4
 
 
@@ -283,7 +283,7 @@ def test_function_transforms_go_to_the_reference(device):
         return layer(y)[0].sum()
 
     torch.func.grad(loss)(x)
-    assert ("torch.func" in seen[0]) == (device.type == "cuda")
+    assert "torch.func" in seen[0]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -293,7 +293,7 @@ def test_operators_keep_torchs_rules(row, path, device):
     tensors = [None if t is None else t.detach().requires_grad_() for t in fused._tensors(call, None)]
     names, given = fused._named(tensors, fused._extras(call))
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    arguments = (given, names, forms.setting_of(call).encode(), path, True)
+    arguments = (given, names, *forms.setting_of(call).encode(), path, True)
     torch.library.opcheck(fused._sequence, arguments, test_utils=checks)
 
 
@@ -317,7 +317,7 @@ def test_settings_survive_as_text():
         for name in rows:
             call = random_call(cell, "layer", name, (1, 1, 1, 2), eps=1e-3, eps_mode="std")
             setting = forms.setting_of(call)
-            assert forms.Setting.decode(setting.encode()) == setting
+            assert forms.Setting.decode(*setting.encode()) == setting
             assert setting.where is rows[name]
 
 

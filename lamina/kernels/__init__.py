@@ -12,11 +12,12 @@ from ..checks import BackendError, one_of
 
 HOPPER = (9, 0)  # the kernels were measured and tested on it; elsewhere they run when asked for by name
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CPU_DTYPES = (torch.float32, torch.float64)
 
 # The names a caller may force; a faster backend is added here and to `choose`.
 BACKENDS = {
     "layer_norm": ("auto", "reference", "torch"),
-    "recurrence": ("auto", "reference", "triton"),
+    "recurrence": ("auto", "reference", "triton", "numba"),
 }
 
 
@@ -47,7 +48,7 @@ class Choice:
     backend: str
     reason: str
     opaque: bool = False  # runs inside a custom op that a compiler does not look into
-    path: str = ""  # of the triton backend: "persistent" or "steps"
+    path: str = ""  # of the triton backend: "persistent" or "steps"; of numba: "cpu"
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.reason}"
@@ -79,11 +80,13 @@ def _choose_recurrence(request: Request, backend: str) -> Choice:
         return Choice("reference", "asked for by name: plain PyTorch, one step after another")
     if backend == "auto" and torch.onnx.is_in_onnx_export():
         return Choice("reference", "ONNX export: the steps are written out so that ONNX needs no custom operator")
-    obstacle = _obstacle(request, forced=backend == "triton")
-    if backend == "triton" and obstacle:
-        raise BackendError(f"backend='triton' cannot serve {_name(request)}: {obstacle}. Use backend='auto'.")
+    forced = backend != "auto"
+    wanted = backend if forced else "numba" if request.device.type == "cpu" else "triton"
+    obstacle = {"triton": _triton_obstacle, "numba": _numba_obstacle}[wanted](request, forced)
+    if forced and obstacle:
+        raise BackendError(f"backend={wanted!r} cannot serve {_name(request)}: {obstacle}. Use backend='auto'.")
     if not obstacle:
-        return _fused(request, backend)
+        return _fused(request, wanted, forced)
     why = f"plain PyTorch serves {_name(request)} on {request.device.type}: {obstacle}"
     if torch.compiler.is_compiling() and not request.single_step:
         why += "; inside one opaque operator, so that torch.compile and torch.export do not unroll the steps"
@@ -97,6 +100,7 @@ def _name(request: Request) -> str:
 
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # nothing is imported
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
 
 
 def interpreted() -> bool:
@@ -104,14 +108,31 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _obstacle(request: Request, forced: bool) -> str:
-    """Why the fused kernels cannot serve a recurrence; empty when they can."""
+def _triton_obstacle(request: Request, forced: bool) -> str:
+    """Why the fused kernels cannot serve a recurrence on a GPU; empty when they can."""
     if request.device.type != "cuda" and not (forced and interpreted()):
         return "the fused kernels run on CUDA devices only"
     if not HAS_TRITON:
         return "Triton is not installed"
     if request.dtype not in FUSED_DTYPES:
         return f"the kernels compute in float32, bfloat16 and float16, not {str(request.dtype).removeprefix('torch.')}"
+    if request.device.type == "cuda" and not forced and torch.cuda.get_device_capability(request.device) < HOPPER:
+        return "the fused kernels are tested on Hopper GPUs; backend='triton' tries them here"
+    return _common_obstacle(request)
+
+
+def _numba_obstacle(request: Request, forced: bool) -> str:
+    """The same for a CPU."""
+    if request.device.type != "cpu":
+        return "numba's kernels run on CPUs only"
+    if not HAS_NUMBA:
+        return "numba is not installed (pip install 'lamina[cpu]')"
+    if request.dtype not in CPU_DTYPES:
+        return f"the kernels compute in float32 and float64, not {str(request.dtype).removeprefix('torch.')}"
+    return _common_obstacle(request)
+
+
+def _common_obstacle(request: Request) -> str:
     if request.norm == "batch":
         return "recurrent batch norm mixes the cases of a batch"
     if request.projection:
@@ -120,19 +141,18 @@ def _obstacle(request: Request, forced: bool) -> str:
         return "a cell's single step is not fused"
     if request.transformed:
         return "torch.func transforms and forward-mode gradients need plain operations"
-    if request.batch == 0:
-        return "the batch is empty"
-    if request.device.type == "cuda" and not forced and torch.cuda.get_device_capability(request.device) < HOPPER:
-        return "the fused kernels are tested on Hopper GPUs; backend='triton' tries them here"
-    return ""
+    return "the batch is empty" if request.batch == 0 else ""
 
 
-def _fused(request: Request, backend: str) -> Choice:
+def _fused(request: Request, backend: str, forced: bool) -> Choice:
+    again = "; gradients of gradients take the reference's route"
+    named = "asked for by name; " if forced else ""
+    if backend == "numba":
+        return Choice("numba", f"{named}all steps in one compiled kernel on torch's threads{again}", path="cpu")
     from .plans import path_for
     from .precision import halves
 
     path, why = path_for(request)
     if halves(request.dtype, request.nonlinearity):
         why += "; recurrent products with TF32's digits, as scaled float16"
-    again = "; gradients of gradients take the reference's route"
-    return Choice("triton", f"{'asked for by name; ' if backend == 'triton' else ''}{why}{again}", path=path)
+    return Choice("triton", f"{named}{why}{again}", path=path)

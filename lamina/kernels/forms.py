@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -74,15 +74,16 @@ class Setting:
     nonlinearity: str
     factors: str  # of the recurrent products: "same" (of the model's dtype) or "half" (precision.halves)
 
-    def encode(self) -> str:
-        """As text, for operators that take no Python objects."""
-        return ",".join(map(str, astuple(self)))
+    def encode(self) -> tuple[str, float]:
+        """As text and eps, for operators that take no Python objects; a compiler may not know what number eps is."""
+        words = (self.cell, self.norm, self.placement, self.eps_mode, self.nonlinearity, self.factors)
+        return ",".join(words), self.eps
 
     @classmethod
-    def decode(cls, text: str) -> Setting:
+    def decode(cls, text: str, eps: float) -> Setting:
         """The inverse of ``encode``."""
-        cell, norm, placement, eps, *others = text.split(",")
-        return cls(cell, norm, placement, float(eps), *others)
+        cell, norm, placement, *others = text.split(",")
+        return cls(cell, norm, placement, eps, *others)
 
     @property
     def where(self) -> Placement:

@@ -2,7 +2,8 @@
 
 Eagerly it is an autograd function; under torch.compile a pair of custom operators, which are opaque, know their
 output shapes and have gradients. Both make W_x x of all steps (``rows``), centre W_h and walk through the steps
-(``launch`` or ``steps``). A gradient that is to be differentiated again is taken through the reference instead.
+(``launch`` or ``steps``); on a CPU ``cpu`` does all of that. A gradient that is to be differentiated again is taken
+through the reference instead.
 
 One function for all of it, because every node, operation and tensor costs the host some 10 us: at short sequences
 that would be more than the GPU's own time.
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from .. import reference
 from ..reference import CellWeights, Recurrence, SequenceResult
-from . import launch, passes, replay
+from . import cpu, launch, passes, replay
 from .forms import Extras, Form, Setting, form_of, kept_dtype, setting_of
 from .precision import Matrix, Product, as_cudnn_multiplies, formed, matrix_gradient
 
@@ -42,7 +43,7 @@ def run(call: Recurrence, path: str) -> SequenceResult:
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if torch.compiler.is_compiling():
         names, given = _named(tensors, extras)
-        hist, h_n, c_n, *_ = _sequence(given, names, setting_of(call).encode(), path, keep)
+        hist, h_n, c_n, *_ = _sequence(given, names, *setting_of(call).encode(), path, keep)
         output = hist[1:]
     else:
         output, h_n, c_n = _Sequence.apply(setting_of(call), path, keep, *tensors, *extras)  # type: ignore[no-untyped-call]
@@ -92,7 +93,9 @@ def _extras(call: Recurrence) -> list[Tensor | None]:
     masks = (*call.zoneout[: len(call.state)], None)[:2]
     for mask, hidden in zip(masks, (call.weights.weight_hh.shape[1],) * 2):
         if mask is not None and not isinstance(mask, Tensor):
-            mask = torch.full((), float(mask), device=call.input.device).expand(*call.input.shape[:2], hidden)
+            dtype = torch.promote_types(call.input.dtype, torch.float32)
+            mask = torch.full((), float(mask), dtype=dtype, device=call.input.device)
+            mask = mask.expand(*call.input.shape[:2], hidden)
         found.append(mask)
     lengths, resets, keep_h, keep_c = found
     drop = None if call.recurrent_mask is None else call.recurrent_mask.contiguous()
@@ -160,6 +163,8 @@ def _forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, kee
 
     W_h is centred where its product is normed, and scaled float16 where it has a bound.
     """
+    if path == "cpu":
+        return cpu.forward(setting, tensors, extras, keep)
     from . import rows
 
     form, (groups, mode) = form_of(setting), _input_side(setting)
@@ -185,6 +190,8 @@ def _backward(
 
     Those of large matrices as products that are still to be formed.
     """
+    if path == "cpu":
+        return [*cpu.backward(setting, tensors, extras, kept, grads, needed)]
     from . import rows
 
     form, (groups, mode) = form_of(setting), _input_side(setting)
@@ -312,22 +319,24 @@ def _parted(given: Sequence[Tensor], names: str) -> tuple[list[Tensor | None], l
 
 
 @torch.library.custom_op("lamina::sequence", mutates_args=())
-def _sequence(given: Sequence[Tensor], names: str, setting: str, path: str, keep: bool) -> list[Tensor]:
+def _sequence(given: Sequence[Tensor], names: str, setting: str, eps: float, path: str, keep: bool) -> list[Tensor]:
     with replay.off():  # compilers that make graphs of their own would not like what is kept between calls
-        found = _forward(Setting.decode(setting), path, *_parted(given, names), keep)
+        found = _forward(Setting.decode(setting, eps), path, *_parted(given, names), keep)
     seen = {id(t) for t in given}
     # An operator's output may be neither its input nor another output.
     return [t.clone() if id(t) in seen or seen.add(id(t)) else t for t in found]  # type: ignore[func-returns-value]
 
 
 @_sequence.register_fake
-def _(given: Sequence[Tensor], names: str, setting: str, path: str, keep: bool) -> list[Tensor]:
+def _(given: Sequence[Tensor], names: str, setting: str, eps: float, path: str, keep: bool) -> list[Tensor]:
     from . import rows
 
-    asked = Setting.decode(setting)
+    asked = Setting.decode(setting, eps)
     groups, mode = _input_side(asked)
     tensors, _ = _parted(given, names)
     x, weight_ih, weight_hh = (_there(tensors[at]) for at in (0, 3, 4))
+    if path == "cpu":
+        return [x.new_empty(shape) for shape in cpu.shapes(asked, x, weight_hh, keep)]
     summed = x.new_empty((*x.shape[:2], weight_ih.shape[0]))
     prepared = torch.empty_like(summed, dtype=kept_dtype(summed.dtype, weight_hh.shape[1]))
     statistics = x.new_empty(rows.statistics_shape(summed, groups, mode), dtype=torch.float32)
@@ -341,10 +350,11 @@ def _(given: Sequence[Tensor], names: str, setting: str, path: str, keep: bool) 
 
 @torch.library.custom_op("lamina::sequence_backward", mutates_args=())
 def _sequence_backward(
-    given: Sequence[Tensor], kept: Sequence[Tensor], grads: Sequence[Tensor], names: str, setting: str, path: str
+    given: Sequence[Tensor], kept: Sequence[Tensor], grads: Sequence[Tensor], names: str, setting: str, eps: float,
+    path: str,
 ) -> list[Tensor]:  # fmt: skip
     tensors, extras = _parted(given, names)
-    asked = Setting.decode(setting)
+    asked = Setting.decode(setting, eps)
     arriving = (*grads, None)[:3] if asked.cell != "LSTM" else grads
     with replay.off():
         found = list(map(formed, _backward(asked, path, tensors, extras, kept, arriving, [True] * COUNT)))
@@ -359,7 +369,7 @@ def _(given: Sequence[Tensor], kept: Sequence[Tensor], grads: Sequence[Tensor], 
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    given, ctx.names, ctx.setting, ctx.path, _ = inputs
+    given, ctx.names, ctx.setting, ctx.eps, ctx.path, _ = inputs
     ctx.count = len(given)
     ctx.save_for_backward(*given, output[0], *output[3:])
     ctx.set_materialize_grads(False)
@@ -367,12 +377,12 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _operator_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     given, kept = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
-    lstm = Setting.decode(ctx.setting).cell == "LSTM"
+    lstm = Setting.decode(ctx.setting, ctx.eps).cell == "LSTM"
     like = (kept[0], kept[0][0], kept[0][0])[: 3 if lstm else 2]
     d_hist, *others = (torch.zeros_like(t) if g is None else g for g, t in zip(grads, like))
     arriving = [d_hist[1:].contiguous(), *others]
-    found = _sequence_backward(given, kept, arriving, ctx.names, ctx.setting, ctx.path)
-    return [*found, *[None] * (ctx.count - len(found))], None, None, None, None
+    found = _sequence_backward(given, kept, arriving, ctx.names, ctx.setting, ctx.eps, ctx.path)
+    return [*found, *[None] * (ctx.count - len(found))], None, None, None, None, None
 
 
 _sequence.register_autograd(_operator_gradients, setup_context=_keep_for_backward)

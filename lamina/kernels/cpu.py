@@ -1,0 +1,296 @@
+"""Recurrences on a CPU: products of all steps by torch, everything else by ``cpu_sequence``'s kernels.
+
+``forward`` and ``backward`` are what ``fused`` wraps with gradients; their tensors travel in the order of its NAMES.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import cpu_team
+from .cpu_target import STRETCH, panel_width
+from .forms import CELLS, SITES, Setting, form_of
+
+CHUNK = 512  # rows whose gradients are kept at once: the matrices' gradients are added up as they come
+NAMES = (
+    "input", "h", "c", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "gain_ih", "gain_hh", "gain_sum", "gain_cell",
+    "bias_cell",
+)  # fmt: skip
+Given = Tensor | None
+KINDS = {torch.float32: "float32", torch.float64: "float64"}
+MANY = 256  # rows of a product for which packing its matrix pays
+LARGE = 2**20  # numbers of a matrix whose columns threads share for one row
+
+
+class Job:
+    """The numbers of one kernel call, and the tensors whose addresses are among them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.places = dtype, cpu_team.places()
+        self.numbers = (ctypes.c_int64 * len(self.places))()
+        self.held: dict[str, Tensor] = {}
+
+    def set(self, **fields: Any) -> None:
+        """Numbers as they are, tensors as their address; they live as long as the job."""
+        for name, value in fields.items():
+            if isinstance(value, Tensor):
+                self.held[name] = value
+                value = value.data_ptr() if value.numel() else 0
+            self.numbers[self.places[name]] = int(value)
+
+    def run(self, name: str, threads: int) -> None:
+        self.set(threads=threads)
+        cpu_team.run(f"{name}_{KINDS[self.dtype]}", ctypes.addressof(self.numbers), threads)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype)
+
+    def full(self, count: int, value: float) -> Tensor:
+        return torch.full((count,), value, dtype=self.dtype)
+
+
+def packed(weight: Tensor, turned: bool) -> Tensor:
+    """A matrix, or its transpose, as products of several rows take it: [panels, depth, columns of a panel]."""
+    depth, columns = (weight.shape[1], weight.shape[0]) if turned else weight.shape
+    panel = panel_width(weight.element_size())
+    job = Job(weight.dtype)
+    out = job.empty(-(-columns // panel), depth, panel)
+    job.set(weight=weight, depth=depth, columns=columns, turned=turned, packed=out)
+    job.run("packs", cpu_team.threads())
+    return out
+
+
+def product(left: Tensor, matrix: Tensor, out: Tensor) -> None:
+    """out = left times a packed matrix, for many rows."""
+    rows, size = left.shape[0], STRETCH * matrix.shape[2]
+    count, job = max(1, min(cpu_team.threads(), rows // 4)), Job(left.dtype)
+    job.set(
+        left=left, rows=rows, depth=left.shape[1], columns=out.shape[1], packed=matrix, out=out,
+        scratch=job.empty(count, size), scratch_size=size,
+    )  # fmt: skip
+    job.run("products", count)
+
+
+class Call(Job):
+    """What forward and backward of a recurrence have in common."""
+
+    def __init__(self, setting: Setting, by_name: dict[str, Given], extras: Sequence[Given]) -> None:
+        x, weight = _there(by_name["input"]), _there(by_name["weight_hh"])
+        super().__init__(weight.dtype)
+        self.form = form_of(setting)
+        (self.steps, self.batch), (self.width, self.hidden) = x.shape[:2], weight.shape
+        shared = self.batch == 1 and weight.numel() >= LARGE and extras[1] is None and extras[4] is None
+        self.threads = cpu_team.threads() if shared else max(1, min(cpu_team.threads(), self.batch))
+        form, where = self.form, setting.where
+        self.groups = where.groups(form.site) if form.site else ()
+        self.set(
+            steps=self.steps, batch=self.batch, hidden=self.hidden, gates=form.gates, cell=CELLS[form.cell],
+            site=SITES[form.site], cell_norm=form.cell_norm, carry=form.carry, relu=form.relu, std=form.std,
+            eps=self.full(1, form.eps), norm_x=bool(where.ih), shared=shared and self.threads > 1,
+            groups=len(self.groups), sizes=torch.tensor(self.groups), groups_x=len(where.ih),
+            sizes_x=torch.tensor(where.ih),
+        )  # fmt: skip
+        self._parameters(by_name)
+        self._extras(extras)
+
+    def _parameters(self, by_name: dict[str, Given]) -> None:
+        """Gains of 1 and biases of 0 where there are none; biases that are only ever seen as their sum, as that."""
+        gain = by_name["gain_hh"] if self.form.site == "hh" else by_name["gain_sum"]
+        bias_ih, bias_hh = by_name["bias_ih"], by_name["bias_hh"]
+        apart = self.form.cell == "GRU"
+        outer = [b for b in ((bias_ih,) if apart else (bias_ih, bias_hh)) if b is not None]
+        total = self.full(self.width, 0.0) if not outer else outer[0] if len(outer) == 1 else outer[0] + outer[1]
+        inner = bias_hh if apart and bias_hh is not None else self.full(self.width, 0.0)
+        ones = self.full(self.width, 1.0)
+        found = {
+            "gain": ones if gain is None or not self.form.site else gain, "bias": inner, "bias_x": total,
+            "gain_x": by_name["gain_ih"] if by_name["gain_ih"] is not None else ones,
+            "gain_cell": by_name["gain_cell"] if by_name["gain_cell"] is not None else ones,
+            "bias_cell": by_name["bias_cell"] if by_name["bias_cell"] is not None else self.full(self.hidden, 0.0),
+        }  # fmt: skip
+        self.set(**{name: t.detach().to(self.dtype).contiguous() for name, t in found.items()})
+
+    def _extras(self, extras: Sequence[Given]) -> None:
+        lengths, resets, keep_h, keep_c, drop = extras
+        self.resets, self.drop = resets, drop
+        if lengths is not None:
+            self.set(lengths=lengths.to(torch.int64).contiguous())
+        if resets is not None:
+            self.set(resets=resets.to(torch.uint8).contiguous())
+        if drop is not None:
+            self.set(drop=drop.to(self.dtype).contiguous())
+        if resets is not None or drop is not None:
+            self.set(operand=self.empty(self.batch, self.hidden))
+        for name, mask in (("keep_h", keep_h), ("keep_c", keep_c)):
+            if mask is not None:
+                self._mask(name, mask)
+
+    def _mask(self, name: str, mask: Tensor) -> None:
+        """A row of units for each step and case; one number for all as one row."""
+        size = self.dtype.itemsize
+        rate = not any(mask.stride())
+        rows = (mask[:1, :1] if rate else mask).to(self.dtype).contiguous()
+        steps = {f"{name}_t": 0, f"{name}_b": 0} if rate else {
+            f"{name}_t": self.batch * self.hidden * size, f"{name}_b": self.hidden * size
+        }  # fmt: skip
+        self.set(**{name: rows, **steps})
+
+    def matrix(self, weight: Tensor, backward: bool) -> None:
+        """The product's matrix: as it is for one row, else packed; and where products go."""
+        columns = weight.shape[1] if backward else weight.shape[0]
+        panel = panel_width(weight.element_size())
+        panels = -(-columns // panel)
+        self.set(weight=weight, z=self.empty(self.batch, panels * panel), z_row=panels * panel)
+        if self.batch > 1:
+            self.set(packed=packed(weight, not backward), panels=panels)
+
+
+def _there(tensor: Given) -> Tensor:
+    if tensor is None:
+        raise TypeError("a recurrence needs its input and its matrices, got None.")
+    return tensor
+
+
+def _scratch(call: Call, widths: int) -> Tensor:
+    """Each thread's own rows."""
+    size = widths * call.width + 6 * call.hidden + 64
+    call.set(scratch_size=size)
+    return call.empty(call.threads, size)
+
+
+def _first(state: Given, call: Call, out: Tensor) -> None:
+    if state is None:
+        out.zero_()
+    else:
+        out.copy_(state)
+
+
+@torch.no_grad()
+def forward(setting: Setting, tensors: Sequence[Given], extras: Sequence[Given], keep: bool) -> list[Tensor]:
+    """hist [T+1, B, H], the final h and c, then what backward needs: W_x x, c_hist, x^ and 1/deviations."""
+    by_name = dict(zip(NAMES, tensors))
+    call = Call(setting, by_name, extras)
+    steps, batch, hidden, lstm = call.steps, call.batch, call.hidden, call.form.cell == "LSTM"
+    x, weight_ih = _there(by_name["input"]), _there(by_name["weight_ih"])
+    if steps * batch >= MANY:
+        summed = call.empty(steps, batch, call.width)
+        product(x.flatten(0, 1), packed(weight_ih, True), summed.flatten(0, 1))
+    else:
+        summed = torch.nn.functional.linear(x, weight_ih)
+    hist = call.empty(steps + 1, batch, hidden)
+    _first(by_name["h"], call, hist[0])
+    whole_c = keep or call.resets is not None
+    c_hist = call.empty((steps + 1 if whole_c else 1) if lstm else 0, batch, hidden)
+    if lstm:
+        _first(by_name["c"], call, c_hist[0])
+    xhat = call.empty(steps if keep else 1, batch, call.width)
+    rstd = call.empty(steps if keep else 0, batch, len(call.groups))
+    size = hist.element_size()
+    call.matrix(_there(by_name["weight_hh"]), False)
+    call.set(
+        begin=0, end=steps, summed=summed, hist=hist, c_hist=c_hist, c_step=batch * hidden * size if whole_c else 0,
+        xhat=xhat, xhat_step=batch * call.width * size if keep else 0, rstd=rstd, scratch=_scratch(call, 2),
+    )  # fmt: skip
+    call.run("forward", call.threads)
+    c_n = c_hist[-1].clone() if lstm else hist.new_empty(0)
+    kept = [summed, c_hist, xhat, rstd] if keep else []
+    return [hist, hist[-1].clone(), c_n, *kept]
+
+
+@torch.no_grad()
+def backward(
+    setting: Setting, tensors: Sequence[Given], extras: Sequence[Given], kept: Sequence[Tensor],
+    grads: Sequence[Given], needed: Sequence[bool],
+) -> list[Given]:  # fmt: skip
+    """Gradients in the order of ``tensors``; ``grads`` are those of the output, h_n and c_n."""
+    by_name, wanted = dict(zip(NAMES, tensors)), dict(zip(NAMES, needed))
+    hist, summed, c_hist, xhat, rstd = kept
+    call = Call(setting, by_name, extras)
+    steps, batch, hidden, width = call.steps, call.batch, call.hidden, call.width
+    size, weight, lstm = hist.element_size(), _there(by_name["weight_hh"]), call.form.cell == "LSTM"
+    d_out, d_h, d_c = (None if g is None else g.to(call.dtype).contiguous() for g in grads)
+    dh, dc, first_h, first_c, past = (torch.zeros(batch, hidden, dtype=call.dtype) for _ in range(5))
+    if d_h is not None:
+        dh.copy_(d_h)
+    if d_c is not None and lstm:
+        dc.copy_(d_c)
+    shares = torch.zeros(call.threads, 4 * width + 2 * hidden, dtype=call.dtype)
+    chunk = max(1, min(steps, CHUNK // batch))
+    d_raw, d_summed = call.empty(chunk, batch, width), call.empty(chunk, batch, width)
+    call.matrix(weight, True)
+    call.set(
+        summed=summed, hist=hist, c_hist=c_hist, c_step=batch * hidden * size, xhat=xhat,
+        xhat_step=batch * width * size, rstd=rstd, scratch=_scratch(call, 3), dh=dh, dc=dc, first_h=first_h,
+        first_c=first_c, past=past, d_raw=d_raw, d_summed=d_summed, shares=shares,
+        d_out=hist.new_empty(0) if d_out is None else d_out,
+    )  # fmt: skip
+    found = _Matrices(call, by_name, hist, wanted)
+    for end in range(steps, 0, -chunk):
+        begin = max(0, end - chunk)
+        call.set(begin=begin, end=end)
+        call.run("backward", call.threads)
+        found.add(begin, end, d_raw[: end - begin], d_summed[: end - begin])
+    given = {**found.result(), "h": dh + first_h, "c": dc + first_c, **_small(call, shares.sum(0), by_name)}
+    return [None if t is None or given[name] is None else given[name].to(t.dtype) for name, t in by_name.items()]
+
+
+class _Matrices:
+    """Gradients of the matrices and of the input, chunk by chunk."""
+
+    def __init__(self, call: Call, by_name: dict[str, Given], hist: Tensor, wanted: dict[str, bool]) -> None:
+        self.call, self.hist = call, hist
+        self.x, self.weight_ih = _there(by_name["input"]), _there(by_name["weight_ih"])
+        self.d_input = torch.empty_like(self.x) if wanted["input"] else None
+        self.d_ih = torch.zeros_like(self.weight_ih) if wanted["weight_ih"] else None
+        self.d_hh = torch.zeros_like(_there(by_name["weight_hh"])) if wanted["weight_hh"] else None
+        own = self.d_input is not None and call.steps * call.batch >= MANY
+        self.packed = packed(self.weight_ih, False) if own else None
+
+    def add(self, begin: int, end: int, d_raw: Tensor, d_summed: Tensor) -> None:
+        raw, summed = d_raw.flatten(0, 1), d_summed.flatten(0, 1)
+        if self.d_hh is not None:
+            self.d_hh.addmm_(raw.t(), self._factors(begin, end).flatten(0, 1))
+        if self.d_ih is not None:
+            self.d_ih.addmm_(summed.t(), self.x[begin:end].flatten(0, 1))
+        if self.d_input is not None and self.packed is not None:
+            product(summed, self.packed, self.d_input[begin:end].flatten(0, 1))
+        elif self.d_input is not None:
+            torch.mm(summed, self.weight_ih, out=self.d_input[begin:end].flatten(0, 1))
+
+    def _factors(self, begin: int, end: int) -> Tensor:
+        """h' as the products saw it."""
+        before = self.hist[begin:end]
+        if self.call.resets is not None:
+            before = torch.where(self.call.resets[begin:end].unsqueeze(-1), self.hist[0], before)
+        return before if self.call.drop is None else before * self.call.drop
+
+    def result(self) -> dict[str, Any]:
+        return {"input": self.d_input, "weight_ih": self.d_ih, "weight_hh": self.d_hh}
+
+
+def _small(call: Call, total: Tensor, by_name: dict[str, Given]) -> dict[str, Any]:
+    """Gradients of gains and biases."""
+    width, hidden, form = call.width, call.hidden, call.form
+    bias, gain, bias_x, gain_x, bias_cell, gain_cell = torch.split(total, [width] * 4 + [hidden] * 2)
+    outer = bias if form.site == "sum" else bias_x
+    return {
+        "bias_ih": outer, "bias_hh": bias if form.cell == "GRU" and form.site != "sum" else outer, "gain_ih": gain_x,
+        "gain_hh": gain, "gain_sum": gain, "gain_cell": gain_cell, "bias_cell": bias_cell,
+    }  # fmt: skip
+
+
+def shapes(setting: Setting, x: Tensor, weight_hh: Tensor, keep: bool) -> list[tuple[int, ...]]:
+    """Of what ``forward`` gives."""
+    form = form_of(setting)
+    (steps, batch), (width, hidden), lstm = x.shape[:2], weight_hh.shape, form.cell == "LSTM"
+    found: list[tuple[int, ...]] = [(steps + 1, batch, hidden), (batch, hidden), (batch, hidden) if lstm else (0,)]
+    if keep:
+        groups = len(setting.where.groups(form.site)) if form.site else 0
+        found += [(steps, batch, width), (steps + 1 if lstm else 0, batch, hidden), (steps, batch, width)]
+        found.append((steps, batch, groups))
+    return found

@@ -1,0 +1,94 @@
+"""Threads: torch's own.
+
+torch's operators run on the threads of the OpenMP library that torch brings along. A second team beside it would wait,
+spinning, on the same cores while torch works between our kernels, so kernels run in torch's: GOMP_parallel is asked
+to call them. Where that library is not found, one thread does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import cpu_target
+
+_KEPT: list[Any] = []  # compiled code goes when its object does
+_forked = False  # the team of a parent is not there in a forked child, and waiting for it would be for ever
+
+
+def _in_child() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+@cache
+def library() -> Any:
+    """The OpenMP library that torch has loaded; None where there is none of GNU's kind."""
+    for place in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        try:
+            found = ctypes.CDLL(str(place))
+            found.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            found.GOMP_parallel.restype = None
+        except (OSError, AttributeError):
+            continue
+        return found
+    return None
+
+
+def threads() -> int:
+    """How many may work on a call."""
+    return 1 if _forked or library() is None else torch.get_num_threads()
+
+
+@cache
+def kernels() -> Any:
+    """The compiled entries; numba is imported here and not before."""
+    from llvmlite import binding
+
+    found = library()
+    for name, function in (
+        ("lamina_thread", _alone if found is None else found.omp_get_thread_num),
+        ("lamina_meet", _alone if found is None else found.GOMP_barrier),
+    ):
+        binding.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
+    with cpu_target.cached():
+        from . import cpu_sequence
+    return cpu_sequence
+
+
+@cache
+def places() -> dict[str, int]:
+    """Where each number of a call stands."""
+    return {name: at for at, name in enumerate(kernels().FIELDS)}
+
+
+_alone = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+
+
+@cache
+def entry(name: str) -> tuple[int, Callable[[int], None]]:
+    """A kernel's address, and the kernel for one thread."""
+    made = kernels()
+    with cpu_target.cached():
+        _KEPT.append(made.compiled(name))
+    address = _KEPT[-1].address
+    return address, ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
+
+
+def run(name: str, call: int, count: int) -> None:
+    """Let ``count`` threads run a kernel on the call whose numbers lie at that address."""
+    address, alone = entry(name)
+    if count == 1:
+        alone(call)
+    else:
+        library().GOMP_parallel(address, call, count, 0)

@@ -1,0 +1,256 @@
+"""The CPU's kernels against the float64 reference: outputs, final states and every gradient, and as good citizens."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lamina
+from lamina import functional, reference
+from lamina.kernels import cpu_team, fused
+from tests.cases import EVERY, assert_same, cast, everything, leaves, random_call
+from tests.test_sequence import assert_as_good, problem
+
+pytest.importorskip("numba")
+ROWS = [row for row in EVERY if row[1] != "batch"]
+IDS = ["-".join(map(str, row)) for row in ROWS]
+FEW = [("LSTM", "layer", "paper"), ("GRU", "layer", "paper"), ("RNN", "layer", "paper"), ("GRU", "layer", "joint")]
+CPU, ROOT = torch.device("cpu"), Path(__file__).parents[1]
+
+
+def run(call):
+    return fused.run(call, "cpu")
+
+
+def assert_equals_reference(call, bound=1e-11):
+    """In float64, where rounding hides nothing."""
+    got, want = everything(call, run), everything(cast(call, torch.float64, torch.float64), reference.evaluate)
+    assert_same(list(got.values()), list(want.values()), bound, list(got))
+
+
+def extras(row, steps, batch, hidden):
+    """Ragged, restarted, masked and dropped."""
+    count = 2 if row[0] == "LSTM" else 1
+    resets = torch.rand(steps, batch) < 0.3
+    return {
+        "lengths": torch.randint(0, steps + 1, (batch,)), "resets": resets,
+        "zoneout": tuple((torch.rand(steps, batch, hidden) < 0.5).double() for _ in range(count)),
+        "recurrent_mask": 2 * (torch.rand(batch, hidden) < 0.5).double(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_row(row, threads):
+    torch.set_num_threads(threads)
+    assert_equals_reference(problem(row, (5, 3, 7, 17), CPU))
+    assert_equals_reference(problem(row, (4, 9, 3, 32), CPU, reverse=True))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_ragged_restarted_masked_and_dropped(row):
+    for reverse in (False, True):
+        assert_equals_reference(problem(row, (6, 4, 3, 9), CPU, reverse=reverse, **extras(row, 6, 4, 9)))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_zoneout_rates_and_the_other_epsilon(row):
+    rates = (0.3, 0.4)[: 2 if row[0] == "LSTM" else 1]
+    assert_equals_reference(problem(row, (5, 3, 2, 6), CPU, zoneout=rates, eps_mode="std", eps=1e-3))
+
+
+def test_relu():
+    assert_equals_reference(problem(("RNN", "layer", "paper"), (5, 3, 2, 6), CPU, nonlinearity="relu"))
+    assert_equals_reference(problem(("RNN", None, None), (5, 3, 2, 6), CPU, nonlinearity="relu"))
+
+
+SIZES = (1, 2, 3, 17, 31, 33, 100, 257)
+
+
+@pytest.mark.parametrize("row", FEW, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_ugly_sizes(row, size):
+    """Each of steps, batch, inputs and units in turn, in float32 against the reference's own error."""
+    for axis in range(4):
+        shape = tuple(size if n == axis else 3 for n in range(4))
+        times = 8 if shape[3] <= 2 else 2  # a norm over one unit or two leaves a sign: whatever rounds is enlarged
+        assert_as_good(lambda shape=shape: problem(row, shape, CPU), torch.float32, "cpu", times)
+
+
+@pytest.mark.parametrize("row", FEW, ids=str)
+def test_one_row_whose_columns_threads_share(row, monkeypatch):
+    monkeypatch.setattr("lamina.kernels.cpu.LARGE", 1)
+    torch.set_num_threads(2)
+    assert_equals_reference(problem(row, (5, 1, 3, 33), CPU))
+
+
+@pytest.mark.parametrize("row", FEW, ids=str)
+def test_products_of_many_rows(row):
+    """Input products of 256 rows and more are our own, in whole panels and past them; backward in several chunks."""
+    for hidden in (8, 11):
+        assert_equals_reference(problem(row, (67, 9, 5, hidden), CPU), 1e-9)
+
+
+@settings(max_examples=60)
+@given(
+    row=st.sampled_from(ROWS), shape=st.tuples(*(st.integers(1, 12) for _ in range(3)), st.integers(1, 40)),
+    more=st.booleans(), reverse=st.booleans(), threads=st.integers(1, 3), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_any_problem(row, shape, more, reverse, threads, seed):
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    options = extras(row, shape[0], shape[1], shape[3]) if more else {}
+    assert_equals_reference(problem(row, shape, CPU, reverse=reverse, **options), 1e-7)
+
+
+@pytest.mark.parametrize("row", FEW, ids=str)
+def test_gradcheck(row):
+    call = problem(row, (3, 2, 2, 3), CPU)
+    named = leaves(call)
+
+    def outputs(*tensors):
+        by_name = dict(zip(named, tensors))
+        weights = call.weights._replace(**{k: v for k, v in by_name.items() if k not in ("input", "h", "c")})
+        states = tuple(by_name[k] for k in "hc" if k in by_name)
+        from dataclasses import replace
+
+        found = run(replace(call, input=by_name["input"], state=states, weights=weights))
+        return (found.output, *found.state)
+
+    assert torch.autograd.gradcheck(outputs, tuple(named.values()))
+
+
+def test_twice_differentiable_by_the_references_route():
+    call = problem(FEW[0], (3, 2, 2, 3), CPU)
+    first = torch.autograd.grad(run(call).output.sum(), call.input, create_graph=True)[0]
+    want = torch.autograd.grad(reference.evaluate(call).output.sum(), call.input, create_graph=True)[0]
+    grads = [torch.autograd.grad(g.square().sum(), call.weights.weight_hh)[0] for g in (first, want)]
+    assert_same([grads[0]], [grads[1]], 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layers_take_it_by_themselves(dtype):
+    layer = lamina.LSTM(3, 5, 2, bidirectional=True, dtype=dtype)
+    other = lamina.LSTM(3, 5, 2, bidirectional=True, dtype=dtype, backend="reference")
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(4, 2, 3, dtype=dtype)
+    choice = lamina.explain(layer, x)
+    assert (choice.backend, choice.path) == ("numba", "cpu")
+    torch.testing.assert_close(layer(x)[0], other(x)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [({"dtype": torch.bfloat16}, "bfloat16"), ({"norm": "batch"}, "mixes the cases"), ({"proj_size": 2}, "proj_size")],
+)
+def test_what_it_cannot_serve_it_refuses_with_words(options, word):
+    layer = lamina.LSTM(3, 5, backend="numba", **options)
+    x = torch.randn(4, 2, 3, dtype=options.get("dtype", torch.float32))
+    with pytest.raises(lamina.BackendError, match=word):
+        layer(x)
+    automatic = lamina.LSTM(3, 5, **options)
+    assert lamina.explain(automatic, x).backend == "reference"
+    assert word in lamina.explain(automatic, x).reason
+
+
+def test_without_numba_the_reference_serves(monkeypatch):
+    monkeypatch.setattr("lamina.kernels.HAS_NUMBA", False)
+    layer, x = lamina.LSTM(3, 5), torch.randn(4, 2, 3)
+    choice = lamina.explain(layer, x)
+    assert choice.backend == "reference"
+    assert "lamina[cpu]" in choice.reason
+    assert layer(x)[0].shape == (4, 2, 5)
+
+
+def test_nothing_is_imported_before_it_is_used():
+    code = "import sys, lamina; lamina.LSTM(3, 4); sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_compiled_whole_and_exported():
+    layer = lamina.LSTM(3, 5)
+    x = torch.randn(4, 2, 3)
+    want = layer(x)[0]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x)[0], want)
+    exported = torch.export.export(layer, (x,)).module()
+    torch.testing.assert_close(exported(x)[0], want)
+
+
+def test_several_threads_at_once():
+    torch.set_num_threads(2)
+    layer = lamina.GRU(8, 33)
+    xs = [torch.randn(20, 5, 8) for _ in range(8)]
+    want = [layer(x)[0].detach() for x in xs]
+    found = [None] * 8
+
+    def work(n):
+        for _ in range(5):
+            found[n] = layer(xs[n])[0].detach()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(found, want))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_works_alone():
+    code = """
+import os, torch, lamina
+torch.set_num_threads(2)
+layer, x = lamina.LSTM(3, 7), torch.randn(5, 4, 3)
+want = layer(x)[0].detach()
+child = os.fork()
+if child == 0:
+    from lamina.kernels import cpu_team
+    torch.set_num_threads(1)
+    os._exit(not (torch.allclose(layer(x)[0], want, atol=1e-6) and cpu_team.threads() == 1))
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, timeout=120).returncode == 0
+
+
+@pytest.mark.slow
+def test_other_instruction_sets(tmp_path):
+    """AVX2 and SSE only: the same numbers, from code of their own."""
+    code = """
+import torch, lamina
+from lamina.kernels import cpu_target
+torch.manual_seed(0)
+layer, other = lamina.LSTM(9, 37), lamina.LSTM(9, 37, backend="reference")
+other.load_state_dict(layer.state_dict())
+x = torch.randn(7, 13, 9)
+(a,), (b,) = (torch.autograd.grad(m(x)[0].sum(), [m.weight_hh_l0]) for m in (layer, other))
+torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+print(lamina.explain(layer, x).backend, cpu_target.vector_bytes())
+"""
+    for features, wide in (("+avx,+avx2,+fma,+sse4.2", 32), ("+sse4.2", 16)):
+        place = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features, "LAMINA_CACHE": str(tmp_path)}
+        found = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **place}, capture_output=True, text=True
+        )
+        assert found.stdout.split() == ["numba", str(wide)], found.stderr
+
+
+def test_functional_takes_it_by_name():
+    call = random_call("GRU", "layer", "paper", (3, 2, 4, 5))
+    out, h = functional.gru(call.input, call.state[0], call.weights, backend="numba")
+    want, h_want = functional.gru(call.input, call.state[0], call.weights, backend="reference")
+    assert_same([out, h], [want, h_want], 1e-11)
+
+
+def test_one_thread_where_torchs_library_is_not_found(monkeypatch):
+    monkeypatch.setattr(cpu_team, "library", lambda: None)
+    torch.set_num_threads(2)
+    assert cpu_team.threads() == 1
