@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .importers import import_weights
     from .layers import Conv2d, LayerNorm, Linear, NoisyLayerNorm
     from .recurrent import GRU, LSTM, RNN
+    from .stream import stream
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,8 @@ __all__ = [
     # moving in
     "convert",
     "import_weights",
+    # one frame at a time
+    "stream",
     # which backend, and why
     "explain",
     "BackendError",
@@ -56,7 +59,13 @@ _HOME = {
     **dict.fromkeys(("RNNCell", "LSTMCell", "GRUCell"), "cells"),
     **dict.fromkeys(("LayerNorm", "NoisyLayerNorm", "Linear", "Conv2d"), "layers"),
     **dict.fromkeys(("BackendError", "InputError"), "errors"),
-    **{"BatchNorm": "baselines", "convert": "conversion", "import_weights": "importers", "explain": "functional"},
+    **{
+        "BatchNorm": "baselines",
+        "convert": "conversion",
+        "import_weights": "importers",
+        "explain": "functional",
+        "stream": "stream",
+    },
 }
 
 

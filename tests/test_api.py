@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PUBLIC = [
     *("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"),
     *("LayerNorm", "NoisyLayerNorm", "Linear", "Conv2d", "BatchNorm"),
-    *("convert", "import_weights", "explain", "BackendError", "InputError"),
+    *("convert", "import_weights", "stream", "explain", "BackendError", "InputError"),
     *("analysis", "baselines", "functional", "placements", "reference"),
 ]
 

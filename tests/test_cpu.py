@@ -254,3 +254,60 @@ def test_one_thread_where_torchs_library_is_not_found(monkeypatch):
     monkeypatch.setattr(cpu_team, "library", lambda: None)
     torch.set_num_threads(2)
     assert cpu_team.threads() == 1
+
+
+# One frame at a time.
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize(("batch", "layers"), [(1, 1), (1, 3), (3, 2)])
+def test_a_stream_gives_the_sequences_numbers(cell, batch, layers):
+    layer = getattr(lamina, cell)(5, 32, layers, zoneout=0.1, learn_initial_state=True).eval()
+    step, x = lamina.stream(layer, batch), torch.randn(6, batch, 5)
+    with torch.no_grad():
+        want, state = layer(x)
+    for _ in range(2):
+        torch.testing.assert_close(torch.stack([step(frame) for frame in x]), want, rtol=1e-5, atol=1e-6)
+        for got, asked in zip(step.state, state):
+            torch.testing.assert_close(got, asked, rtol=1e-5, atol=1e-5)
+        step.reset()
+    assert step.choice.backend == "numba"
+
+
+def test_a_stream_where_kernels_do_not_serve():
+    layer = lamina.LSTM(5, 7, proj_size=3, batch_first=True).eval()
+    step, x = lamina.stream(layer, 2), torch.randn(2, 4, 5)
+    with torch.no_grad():
+        want, (h, c) = layer(x)
+    torch.testing.assert_close(torch.stack([step(x[:, t]) for t in range(4)], 1), want)
+    torch.testing.assert_close(step.state, (h, c))
+    assert "proj_size" in step.choice.reason
+
+
+def test_a_stream_goes_on_from_a_given_state_and_takes_new_weights():
+    layer = lamina.GRU(5, 6).eval()
+    step, x = lamina.stream(layer), torch.randn(4, 1, 5)
+    h = torch.randn(1, 1, 6)
+    step.reset(h)
+    with torch.no_grad():
+        torch.testing.assert_close(step(x[0]), layer(x[:1], h)[0][0], rtol=1e-5, atol=1e-6)
+        layer.weight_ih_l0.mul_(2)
+        step.refresh()
+        torch.testing.assert_close(step(x[0][0]), layer(x[:1])[0][0, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: lamina.stream(lamina.LSTM(3, 4)), "eval"),
+        (lambda: lamina.stream(lamina.LSTM(3, 4, bidirectional=True).eval()), "backwards"),
+        (lambda: lamina.stream(lamina.LSTM(3, 4, norm="batch").eval()), "batch norm"),
+        (lambda: lamina.stream(torch.nn.LSTM(3, 4)), "lamina.RNN"),
+        (lambda: lamina.stream(lamina.LSTM(3, 4).eval())(torch.zeros(2, 3)), "takes frames"),
+        (lambda: lamina.stream(lamina.LSTM(3, 4).eval())(torch.zeros(1, 3).double()), "takes frames"),
+        (lambda: lamina.stream(lamina.LSTM(3, 4).eval(), 0), "batch_size"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_with_words(make, word):
+    with pytest.raises((TypeError, ValueError), match=word):
+        make()

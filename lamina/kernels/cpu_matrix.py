@@ -118,6 +118,17 @@ _most, _middle, _least, _one = _tiles[0], _tiles[-3], _tiles[-2], _tiles[-1]
 
 
 @intrinsic
+def apart(typingctx: Any) -> Any:
+    """The function that says so stays one: copies of a loop wherever it is called would be compiled again and again."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def bytes_of(typingctx: Any, like: Any) -> Any:
     """Known when compiled."""
     size = like.bitwidth // 8
@@ -127,6 +138,7 @@ def bytes_of(typingctx: Any, like: Any) -> Any:
 @njit(**BARE)
 def product(a, lda, rows, depth, packed, panels, c, ldc, like):
     """c[rows, panels] = a[rows, depth] times a packed matrix; c has room for whole panels."""
+    apart()
     size, span = bytes_of(like), PANEL
     for begin in range(0, depth, BLOCK):
         length, more = min(BLOCK, depth - begin), begin > 0
@@ -195,6 +207,7 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
 @njit(**BARE)
 def pack(weight, depth, columns, turned, packed, first, last, like):
     """Some panels of a matrix [depth, columns], or of the transpose of one [columns, depth]; what is past it is 0."""
+    apart()
     size = bytes_of(like)
     across, lanes = PANEL // size, PANEL // VECTORS // size
     for p in range(first, last):
@@ -223,6 +236,7 @@ def pack(weight, depth, columns, turned, packed, first, last, like):
 @njit(**BARE)
 def project(a, rows, depth, packed, columns, c, spare, like):
     """c[rows, columns] = a[rows, depth] times a packed matrix; ``spare`` has room for one panel of STRETCH rows."""
+    apart()
     size = bytes_of(like)
     across = PANEL // size
     whole = columns // across
@@ -242,12 +256,45 @@ def project(a, rows, depth, packed, columns, c, spare, like):
                     to[n] = from_[n]
 
 
+@intrinsic
+def _dots(typingctx: Any, a: Any, depth: Any, weight: Any, c: Any, like: Any) -> Any:
+    """c[n] = weight[n] . a for as many rows n as a vector has lanes, of a depth of whole vectors.
+
+    Each row has a vector of sums; turned round, they are added up all at once.
+    """
+    signature = types.void(*[types.int64] * 4, like)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        tile = _Tile(builder, signature.args[4].bitwidth // 8, 1, 1)
+        left, depth, weight, out = args[:4]
+        span, step = tile.lanes * tile.size, builder.mul(depth, _int(tile.size))
+        zero = ir.Constant(tile.vector, [0.0] * tile.lanes)
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(tile.lanes)]
+        with cgutils.for_range(builder, builder.udiv(depth, _int(tile.lanes))) as loop:
+            off = builder.mul(loop.index, _int(span))
+            x, at = tile.load(builder.add(left, off)), builder.add(weight, off)
+            for place in sums:
+                builder.store(builder.call(tile.fma, [x, tile.load(at), builder.load(place)]), place)
+                at = builder.add(at, step)
+        rows = _transposed(builder, [builder.load(place) for place in sums])
+        while len(rows) > 1:
+            rows = [builder.fadd(a, b) for a, b in zip(rows[::2], rows[1::2])]
+        builder.store(rows[0], tile.pointer(out, tile.vector), align=tile.size)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
 @njit(**BARE, fastmath=FAST)
 def row_times_transpose(a, depth, weight, first, last, c, like):
     """c[n] = weight[n] . a for some rows n of a matrix [., depth]."""
+    apart()
     size = bytes_of(like)
     x, out = numbers(a, depth, like), numbers(c, last, like)
-    n = first
+    n, lanes = first, PANEL // VECTORS // size
+    while depth % lanes == 0 and n + lanes <= last:
+        _dots(a, depth, weight + n * depth * size, c + n * size, like)
+        n += lanes
     while n + 4 <= last:
         w0, w1 = numbers(weight + n * depth * size, depth, like), numbers(weight + (n + 1) * depth * size, depth, like)
         w2 = numbers(weight + (n + 2) * depth * size, depth, like)
@@ -271,6 +318,7 @@ def row_times_transpose(a, depth, weight, first, last, c, like):
 @njit(**BARE, fastmath=FAST)
 def row_times(a, depth, weight, across, first, last, c, like):
     """c = a times some columns of a matrix [depth, across]."""
+    apart()
     size, count = bytes_of(like), last - first
     x, out = numbers(a, depth, like), numbers(c + first * size, count, like)
     for n in range(count):

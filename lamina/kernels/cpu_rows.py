@@ -14,7 +14,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .cpu_matrix import BARE, FAST, bytes_of
+from .cpu_matrix import BARE, FAST, apart, bytes_of
 
 LOG2E = 1.4426950408889634
 # ln 2 in two parts, the first with few digits: n times it is exact.
@@ -101,6 +101,7 @@ def mean_and_inverse(x, eps, std, like):
 
     What rounding left in the mean is taken out again: a constant row has deviation 0.
     """
+    apart()
     count = constant(float(len(x)), like)
     total = like
     for j in range(len(x)):
@@ -138,6 +139,7 @@ def correction(rstd, eps, std, like):
 @njit(**BARE, fastmath=FAST)
 def through_norm(d, normed, rstd, eps, std, like):
     """In place: d to the normalised row becomes d to the row, rstd (d - mean(d) - x^ mean(d x^))."""
+    apart()
     count = constant(float(len(d)), like)
     total, along = like, like
     for j in range(len(d)):

@@ -18,6 +18,7 @@ from .cpu_matrix import (
     BARE,
     FAST,
     PANEL,
+    apart,
     bytes_of,
     numbers,
     pack,
@@ -47,13 +48,14 @@ FIELDS = (
     "shares",  # [threads, 4 W + 2 H]: gradients of bias, gain, bias_x, gain_x, bias_cell, gain_cell
     "threads", "shared",  # shared: threads take columns of a product, and the first of them all rows
     "left", "rows", "depth", "columns", "turned", "out",  # of a product with many rows, and of packing
+    "weight_x", "packed_x",  # of a stream, whose input [B, D] is ``left``: the products are made here
 )  # fmt: skip
 (
     STEPS, BATCH, HIDDEN, GATES, CELL, SITE, CELL_NORM, CARRY, RELU, STD, EPS, NORM_X, GROUPS, SIZES, GROUPS_X,
     SIZES_X, BEGIN, END, SUMMED, HIST, C_HIST, C_STEP, XHAT, XHAT_STEP, RSTD, GAIN, BIAS, GAIN_X, BIAS_X, GAIN_CELL,
     BIAS_CELL, LENGTHS, RESETS, DROP, KEEP_H, KEEP_H_T, KEEP_H_B, KEEP_C, KEEP_C_T, KEEP_C_B, WEIGHT, PACKED, PANELS,
     Z, Z_ROW, OPERAND, SCRATCH, SCRATCH_SIZE, D_OUT, DH, DC, FIRST_H, FIRST_C, PAST, D_RAW, D_SUMMED, SHARES, THREADS,
-    SHARED, LEFT, ROWS, DEPTH, COLUMNS, TURNED, OUT,
+    SHARED, LEFT, ROWS, DEPTH, COLUMNS, TURNED, OUT, WEIGHT_X, PACKED_X,
 ) = range(len(FIELDS))  # fmt: skip
 RNN, LSTM, GRU, DREAMER = range(4)
 NOWHERE, ON_HH, ON_SUM = range(3)
@@ -72,54 +74,63 @@ _loop = njit(**BARE, fastmath=FAST)
 
 @_loop
 def _copy(x, out):
+    apart()
     for j in range(len(x)):
         out[j] = x[j]
 
 
 @_loop
 def _fill(out, value):
+    apart()
     for j in range(len(out)):
         out[j] = value
 
 
 @_loop
 def _sigmoid(x, like):
+    apart()
     for j in range(len(x)):
         x[j] = sigmoid(x[j], like)
 
 
 @_loop
 def _tanh(x, like):
+    apart()
     for j in range(len(x)):
         x[j] = tanh(x[j], like)
 
 
 @_loop
 def _affine(x, mean, rstd, gain, bias, out):
+    apart()
     for j in range(len(x)):
         out[j] = (x[j] - mean) * rstd * gain[j] + bias[j]
 
 
 @_loop
 def _standardised(x, mean, rstd, out):
+    apart()
     for j in range(len(x)):
         out[j] = (x[j] - mean) * rstd
 
 
 @_loop
 def _scaled(x, gain, bias, out):
+    apart()
     for j in range(len(x)):
         out[j] = x[j] * gain[j] + bias[j]
 
 
 @_loop
 def _plus(x, y, out):
+    apart()
     for j in range(len(x)):
         out[j] = x[j] + y[j]
 
 
 @_loop
 def _times(x, y, out):
+    apart()
     for j in range(len(x)):
         out[j] = x[j] * y[j]
 
@@ -127,6 +138,7 @@ def _times(x, y, out):
 @_loop
 def _gather(d, x, bias, gain):
     """Shares of the gradients of a bias and of the gain beside it."""
+    apart()
     for j in range(len(d)):
         bias[j] += d[j]
         gain[j] += d[j] * x[j]
@@ -134,12 +146,14 @@ def _gather(d, x, bias, gain):
 
 @_loop
 def _gather_bias(d, bias):
+    apart()
     for j in range(len(d)):
         bias[j] += d[j]
 
 
 @_loop
 def _new_cell(i, f, g, old, out):
+    apart()
     for j in range(len(i)):
         out[j] = f[j] * old[j] + i[j] * g[j]
 
@@ -147,6 +161,7 @@ def _new_cell(i, f, g, old, out):
 @_loop
 def _mixed(keep, old, new, like):
     """Zoneout, in place of the new."""
+    apart()
     one = constant(1.0, like)
     for j in range(len(new)):
         new[j] = keep[j] * old[j] + (one - keep[j]) * new[j]
@@ -154,12 +169,14 @@ def _mixed(keep, old, new, like):
 
 @_loop
 def _gru_candidate(ax, r, ah, n, like):
+    apart()
     for j in range(len(n)):
         n[j] = tanh(ax[j] + r[j] * ah[j], like)
 
 
 @_loop
 def _gru_new(z, n, old, out, like):
+    apart()
     one = constant(1.0, like)
     for j in range(len(n)):
         out[j] = (one - z[j]) * n[j] + z[j] * old[j]
@@ -168,6 +185,7 @@ def _gru_new(z, n, old, out, like):
 @_loop
 def _dreamer_weights(u, like):
     """The weight of the old h, 1 - sigmoid(u - 1)."""
+    apart()
     one = constant(1.0, like)
     for j in range(len(u)):
         u[j] = sigmoid(one - u[j], like)
@@ -179,6 +197,7 @@ def _dreamer_weights(u, like):
 @_kernel
 def _input_side(p, t, b, out, normed, like):
     """gain (W_x x - mean)/deviation + bias, or W_x x + bias; ``normed`` gets x^ too where backward needs it."""
+    apart()
     size, H = bytes_of(like), p[HIDDEN]
     W = p[GATES] * H
     x, bias = p[SUMMED] + (t * p[BATCH] + b) * W * size, numbers(p[BIAS_X], W, like)
@@ -201,6 +220,7 @@ def _input_side(p, t, b, out, normed, like):
 @_kernel
 def _normalise(p, t, b, z, xhat, like):
     """x^ of the recurrent product or of the sum, and its 1/deviation for backward."""
+    apart()
     size, H = bytes_of(like), p[HIDDEN]
     eps, std = numbers(p[EPS], 1, like)[0], p[STD] != 0
     sizes, at = numbers(p[SIZES], p[GROUPS], np.int64(0)), 0
@@ -218,6 +238,7 @@ def _normalise(p, t, b, z, xhat, like):
 @_kernel
 def _sides(p, t, b, ax, ah, z, normed, like):
     """The input's side in ``ax``, the recurrent side in ``ah``; forward (z != 0) makes x^, backward reads it."""
+    apart()
     size = bytes_of(like)
     W = p[GATES] * p[HIDDEN]
     xhat = p[XHAT] + t * p[XHAT_STEP] + b * W * size
@@ -266,6 +287,7 @@ def _share(count, thread, threads):
 @_kernel
 def _lstm(p, t, b, a, c_old, c_new, h, seen, like):
     """From the summed inputs of the gates, which become the gates, to c and h."""
+    apart()
     size, H = bytes_of(like), p[HIDDEN]
     step = H * size
     _sigmoid(numbers(a, 2 * H, like), like)
@@ -288,6 +310,7 @@ def _lstm(p, t, b, a, c_old, c_new, h, seen, like):
 
 @_kernel
 def _gru(p, ax, ah, h_old, h, like):
+    apart()
     size, H = bytes_of(like), p[HIDDEN]
     step = H * size
     n = numbers(ax + 2 * step, H, like)
@@ -308,6 +331,7 @@ def _gru(p, ax, ah, h_old, h, like):
 
 @_kernel
 def _rnn(p, ax, ah, h, like):
+    apart()
     H = p[HIDDEN]
     out = numbers(h, H, like)
     _plus(numbers(ax, H, like), numbers(ah, H, like), out)
@@ -366,6 +390,16 @@ def _factor(p, t, first, last, like):
     return p[OPERAND]
 
 
+@_kernel
+def _project_frame(p, spare, like):
+    """W_x x of one frame."""
+    W = p[GATES] * p[HIDDEN]
+    if p[PACKED_X] == 0:
+        row_times_transpose(p[LEFT], p[DEPTH], p[WEIGHT_X], 0, W, p[SUMMED], like)
+    else:
+        project(p[LEFT], p[BATCH], p[DEPTH], p[PACKED_X], W, p[SUMMED], spare, like)
+
+
 @_inlined
 def forward_rows(address, thread, like):
     """Steps begin to end of a thread's rows."""
@@ -376,6 +410,8 @@ def forward_rows(address, thread, like):
     if p[SHARED]:
         begin, end = _share(W, thread, p[THREADS])
         first, last = 0, p[BATCH] if thread == 0 else 0
+    if p[WEIGHT_X] != 0:
+        _project_frame(p, scratch + (2 * W + 6 * H + 64) * size, like)
     for t in range(p[BEGIN], p[END]):
         left = _factor(p, t, first, last, like)
         if p[PACKED] == 0:
@@ -390,6 +426,9 @@ def forward_rows(address, thread, like):
             _forward_row(p, t, b, scratch, like)
         if p[SHARED]:
             _meet()
+    if p[WEIGHT_X] != 0:
+        count = p[BATCH] * H
+        _copy(numbers(p[HIST] + count * size, count, like), numbers(p[HIST], count, like))
 
 
 # Backward.
@@ -398,6 +437,7 @@ def forward_rows(address, thread, like):
 @_loop
 def _split_keep(keep, d, past, like):
     """What passes the step by, and what is left."""
+    apart()
     one = constant(1.0, like)
     for j in range(len(d)):
         past[j] += keep[j] * d[j]
@@ -407,6 +447,7 @@ def _split_keep(keep, d, past, like):
 @_loop
 def _through_output(o, out, dh, like):
     """In place: the gate o becomes the gradient of its summed input, what it lets out becomes its own."""
+    apart()
     one = constant(1.0, like)
     for j in range(len(o)):
         gate, seen = o[j], out[j]
@@ -417,6 +458,7 @@ def _through_output(o, out, dh, like):
 @_loop
 def _through_cell(i, f, g, old, dc, like):
     """In place: gates become the gradients of their summed inputs, dc becomes the old c's."""
+    apart()
     one = constant(1.0, like)
     for j in range(len(i)):
         d = dc[j]
@@ -430,6 +472,7 @@ def _through_cell(i, f, g, old, dc, like):
 @_kernel
 def _lstm_back(p, t, b, a, dh, dc, c_old, seen, share, like):
     """The gates' summed inputs in ``a`` become their gradients, dc the old c's; dh is that of h."""
+    apart()
     size, H = bytes_of(like), p[HIDDEN]
     step = H * size
     _sigmoid(numbers(a, 2 * H, like), like)
@@ -468,6 +511,7 @@ def _lstm_back(p, t, b, a, dh, dc, c_old, seen, share, like):
 @_loop
 def _through_gru(r, z, n, hidden, old, dh, past, d_n, like):
     """Gates become gradients of the input's side in r, z, n; the recurrent side's differs in d_n; past gets z dh."""
+    apart()
     one = constant(1.0, like)
     for j in range(len(r)):
         a, b, c, d = r[j], z[j], n[j], dh[j]
@@ -482,6 +526,7 @@ def _through_gru(r, z, n, hidden, old, dh, past, d_n, like):
 @_kernel
 def _gru_back(p, ax, ah, dh, h_old, past, extra, like):
     """``ax`` becomes the gradient of the input's side, ``ah`` that of the recurrent side."""
+    apart()
     size, H = bytes_of(like), p[HIDDEN]
     step = H * size
     r, z, n = numbers(ax, H, like), numbers(ax + step, H, like), numbers(ax + 2 * step, H, like)
@@ -510,6 +555,7 @@ def _gru_back(p, ax, ah, dh, h_old, past, extra, like):
 
 @_kernel
 def _rnn_back(p, ax, ah, dh, like):
+    apart()
     H = p[HIDDEN]
     out, d = numbers(ax, H, like), numbers(dh, H, like)
     one = constant(1.0, like)
@@ -526,6 +572,7 @@ def _rnn_back(p, ax, ah, dh, like):
 @_kernel
 def _through_norms(p, t, b, d_x, d_h, normed, d_raw, d_summed, share, like):
     """Gradients of the two sides of the summed inputs to those of the products, and to gains and biases."""
+    apart()
     size, H = bytes_of(like), p[HIDDEN]
     W = p[GATES] * H
     span, eps, std = W * size, numbers(p[EPS], 1, like)[0], p[STD] != 0

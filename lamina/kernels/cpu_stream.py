@@ -1,0 +1,51 @@
+"""One step of a recurrence on a CPU, with everything in its place: nothing is allocated, packed or checked again."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ..reference import Recurrence
+from . import cpu_team, fused
+from .cpu import KINDS, NAMES, Call, packed
+from .cpu_target import STRETCH, panel_width
+from .forms import setting_of
+
+
+class Step:
+    """A layer's step for a batch of one size. The weights are those of now: several rows take them packed."""
+
+    @torch.no_grad()
+    def __init__(self, call: Recurrence) -> None:
+        extras = fused._extras(call)
+        tensors = [None if t is None else t.detach() for t in fused._tensors(call, None)]
+        by_name = dict(zip(NAMES, tensors))
+        x, weight_ih, weight_hh = call.input, by_name["weight_ih"], by_name["weight_hh"]
+        if weight_ih is None or weight_hh is None:
+            raise TypeError("a recurrence needs its matrices, got None.")
+        self.job, batch, lstm = Call(setting_of(call), by_name, extras), x.shape[1], call.cell == "LSTM"
+        job, (width, hidden) = self.job, weight_hh.shape
+        self.hist = torch.zeros(2, batch, hidden, dtype=x.dtype)  # before and after
+        self.c = torch.zeros(batch, hidden, dtype=x.dtype)
+        job.matrix(weight_hh, False)
+        job.set(
+            threads=1, shared=False, begin=0, end=1, summed=job.empty(batch, width), hist=self.hist, c_step=0,
+            c_hist=self.c if lstm else self.c[:0], xhat=job.empty(batch, width), xhat_step=0,
+            scratch=job.empty(2 * width + 6 * hidden + 64 + STRETCH * panel_width(x.element_size())),
+            depth=x.shape[2], weight_x=weight_ih, columns=width,
+        )  # fmt: skip
+        if batch > 1:
+            job.set(packed_x=packed(weight_ih, True))
+        self.output = self.hist[1]
+        self.place, self.address = job.places["left"], ctypes.addressof(job.numbers)
+        self.kernel = cpu_team.entry(f"forward_{KINDS[x.dtype]}")[1]
+
+    def read(self, left: int) -> None:
+        """Where its input [B, D] lies from now on."""
+        self.job.numbers[self.place] = left
+
+    def state(self) -> tuple[Tensor, ...]:
+        """h, and c of an LSTM."""
+        return (self.hist[0], self.c)[: 2 if self.job.form.cell == "LSTM" else 1]
