@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .importers import import_weights
     from .layers import Conv2d, LayerNorm, Linear, NoisyLayerNorm
     from .recurrent import GRU, LSTM, RNN
-    from .stream import stream
+    from .streaming import stream
 
 __version__ = "0.1.0"
 
@@ -64,7 +64,7 @@ _HOME = {
         "convert": "conversion",
         "import_weights": "importers",
         "explain": "functional",
-        "stream": "stream",
+        "stream": "streaming",
     },
 }
 
