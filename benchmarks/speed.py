@@ -1,6 +1,7 @@
 """Speed of the fused recurrences on a GPU: a training step (forward and backward) of one layer, microseconds a step.
 
     python benchmarks/speed.py --out results/bench-sequence.json
+    python benchmarks/speed.py --device cpu    (speed_cpu.py)
 
 For each cell, dtype and shape, in one process and in interleaved rounds: our layer-normalised layer, our plain layer,
 cuDNN's plain layer, the layer-normalised loop step by step and, in the dtypes of --rivals, a compiled cell in a CUDA
@@ -459,4 +460,9 @@ def _write(out: str, rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:3] == ["--device", "cpu"]:
+        import speed_cpu
+
+        speed_cpu.main(sys.argv[3:])
+    else:
+        main()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -25,7 +26,10 @@ BLOCK = 512  # of the contraction: a panel's part of that length stays in the fi
 TILES = ((8, 1), (4, 2), (2, 4), (1, 4)) if vector_bytes() == 64 else ((4, 1), (2, 2), (1, 4))  # rows, steps at once
 ROWS = TILES[0][0]
 # Kernels are called by kernels: what Python would need to call them takes longer to compile than they do.
-BARE: dict[str, Any] = {"error_model": "numpy", "nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+# Nor do they own memory. A constant whole number as an argument is np.int64(n): for a plain one numba compiles anew.
+BARE: dict[str, Any] = {
+    "error_model": "numpy", "nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False,
+}  # fmt: skip
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # never nnan or ninf: what is not finite must be seen
 
 
@@ -245,7 +249,7 @@ def project(a, rows, depth, packed, columns, c, spare, like):
         at = a + r * depth * size
         product(at, depth, count, depth, packed, whole, c + r * columns * size, columns, like)
         if whole * across < columns:
-            product(at, depth, count, depth, packed + whole * depth * PANEL, 1, spare, across, like)
+            product(at, depth, count, depth, packed + whole * depth * PANEL, np.int64(1), spare, across, like)
             for i in range(count):
                 left = columns - whole * across
                 from_, to = (

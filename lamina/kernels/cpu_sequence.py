@@ -357,7 +357,7 @@ def _forward_row(p, t, b, scratch, like):
         return
     W = p[GATES] * H
     ax, ah, seen = scratch, scratch + W * size, scratch + 2 * W * size
-    _sides(p, t, b, ax, ah, p[Z] + b * p[Z_ROW] * size, 0, like)
+    _sides(p, t, b, ax, ah, p[Z] + b * p[Z_ROW] * size, np.int64(0), like)
     if p[CELL] == LSTM:
         whole, fresh = numbers(ax, W, like), seen + H * size
         _plus(whole, numbers(ah, W, like), whole)
@@ -395,7 +395,7 @@ def _project_frame(p, spare, like):
     """W_x x of one frame."""
     W = p[GATES] * p[HIDDEN]
     if p[PACKED_X] == 0:
-        row_times_transpose(p[LEFT], p[DEPTH], p[WEIGHT_X], 0, W, p[SUMMED], like)
+        row_times_transpose(p[LEFT], p[DEPTH], p[WEIGHT_X], np.int64(0), W, p[SUMMED], like)
     else:
         project(p[LEFT], p[BATCH], p[DEPTH], p[PACKED_X], W, p[SUMMED], spare, like)
 
@@ -405,7 +405,7 @@ def forward_rows(address, thread, like):
     """Steps begin to end of a thread's rows."""
     p, size = numbers(address, len(FIELDS), np.int64(0)), bytes_of(like)
     H, scratch = p[HIDDEN], p[SCRATCH] + thread * p[SCRATCH_SIZE] * size
-    W, begin, end = p[GATES] * H, 0, p[GATES] * H
+    W, begin, end = p[GATES] * H, np.int64(0), p[GATES] * H
     first, last = _share(p[BATCH], thread, p[THREADS])
     if p[SHARED]:
         begin, end = _share(W, thread, p[THREADS])
@@ -633,7 +633,7 @@ def _backward_row(p, t, b, scratch, share, like):
     past_c = extra + 3 * H * size
     if p[KEEP_H] != 0:
         _split_keep(numbers(p[KEEP_H] + t * p[KEEP_H_T] + b * p[KEEP_H_B], H, like), dh, past, like)
-    _sides(p, t, b, ax, ah, 0, normed, like)
+    _sides(p, t, b, ax, ah, np.int64(0), normed, like)
     h_old = _old(p, p[HIST], t, b, like)
     if p[CELL] == LSTM:
         dc, held = numbers(p[DC] + row, H, like), numbers(past_c, H, like)
@@ -678,7 +678,7 @@ def backward_rows(address, thread, like):
     """The same rows from step end - 1 down to begin."""
     p, size = numbers(address, len(FIELDS), np.int64(0)), bytes_of(like)
     H, scratch = p[HIDDEN], p[SCRATCH] + thread * p[SCRATCH_SIZE] * size
-    W, begin, end = p[GATES] * H, 0, H
+    W, begin, end = p[GATES] * H, np.int64(0), H
     first, last = _share(p[BATCH], thread, p[THREADS])
     if p[SHARED]:
         begin, end = _share(H, thread, p[THREADS])
@@ -762,4 +762,4 @@ def packs_float64(address):
 
 def compiled(name: str) -> Any:
     """An entry by its name."""
-    return cfunc(types.void(types.int64), cache=True)(globals()[name])
+    return cfunc(types.void(types.int64), cache=True, error_model="numpy", _nrt=False)(globals()[name])
