@@ -2,6 +2,7 @@
 
     python benchmarks/speed.py --out results/bench-sequence.json
     python benchmarks/speed.py --device cpu    (speed_cpu.py)
+    python benchmarks/speed.py --op layer_norm    (speed_norm.py)
 
 For each cell, dtype and shape, in one process and in interleaved rounds: our layer-normalised layer, our plain layer,
 cuDNN's plain layer, the layer-normalised loop step by step and, in the dtypes of --rivals, a compiled cell in a CUDA
@@ -464,5 +465,9 @@ if __name__ == "__main__":
         import speed_cpu
 
         speed_cpu.main(sys.argv[3:])
+    elif sys.argv[1:3] == ["--op", "layer_norm"]:
+        import speed_norm
+
+        speed_norm.main(sys.argv[3:])
     else:
         main()

@@ -5,7 +5,7 @@
 For each number of threads, cell and shape: inference and a training step (forward and backward, gradients of the input
 and of every parameter), in randomised order within each round. A case is timed only after its output and gradients
 were compared with the float64 reference. The whole is done in several processes, one after another; a ratio is the
-median of theirs.
+median of theirs. Peak memory of a training step and the seconds of a first call are measured in processes of their own.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import argparse
 import gc
 import json
 import math
+import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +166,75 @@ def stream_times(rounds: int) -> dict[str, Any]:
     return found
 
 
+def peak(cell: str, shape: tuple[int, ...], ours: bool) -> float:
+    """Megabytes that a training step needs at most, over what the process has before. Linux only."""
+    batch, steps, inputs, hidden = shape
+    torch.set_num_threads(1)
+    layer = getattr(lamina if ours else nn, cell)(inputs, hidden)
+
+    def train(steps: int) -> None:
+        x = torch.randn(steps, batch, inputs, requires_grad=True)
+        torch.autograd.grad(layer(x)[0], [x, *layer.parameters()], torch.randn(steps, batch, hidden))
+
+    for _ in range(2):
+        train(2)  # libraries are loaded, kernels compiled
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _memory("VmRSS")
+    train(steps)
+    return (_memory("VmHWM") - before) / 1024
+
+
+def _memory(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def first() -> float:
+    """Seconds of an LSTM's first training step: once torch and lamina are imported, before anything else is."""
+    layer, x = lamina.LSTM(32, 64), torch.randn(60, 8, 32)
+    begin = time.perf_counter()
+    layer(x)[0].sum().backward()
+    return time.perf_counter() - begin
+
+
+def alone(what: str, **environment: str) -> Any:
+    """What ``--alone what`` prints, in a process of its own."""
+    command = [sys.executable, __file__, "--alone", what]
+    told = {**os.environ, **environment}
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=told).stdout)
+
+
+def memories() -> list[dict[str, Any]]:
+    """Peak megabytes of each cell and shape, ours and torch.nn's."""
+    found = []
+    for cell in CELLS:
+        for shape in SHAPES:
+            # What is freed goes back at once, so that peaks are peaks.
+            ours, theirs = (
+                alone(f"peak {cell} {','.join(map(str, shape))} {kind}", MALLOC_MMAP_THRESHOLD_="65536")
+                for kind in ("ours", "torch")
+            )
+            found.append({"cell": cell, "shape": list(shape), "LN": ours, TORCH: theirs, "ratio": ours / theirs})
+    return found
+
+
+def first_calls(times: int = 3) -> dict[str, list[float]]:
+    """Cold: nothing is compiled; warm: compiled by another process."""
+    found: dict[str, list[float]] = {"cold": [], "warm": []}
+    for _ in range(times):
+        with tempfile.TemporaryDirectory() as folder:
+            for kind in found:
+                found[kind].append(alone("first", LAMINA_CACHE=folder))
+    return found
+
+
+def asked_alone(words: list[str]) -> float:
+    if words[0] == "first":
+        return first()
+    cell, shape, kind = words[1:]
+    return peak(cell, tuple(map(int, shape.split(","))), kind == "ours")
+
+
 def merged(runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """One row for each case: medians of the processes' ratios."""
     rows = []
@@ -180,8 +251,18 @@ def merged(runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return rows
 
 
-def tables(rows: list[dict[str, Any]], frames: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def tables(
+    rows: list[dict[str, Any]],
+    frames: list[dict[str, Any]],
+    memory: list[dict[str, Any]],
+    calls: dict[str, list[float]],
+) -> list[dict[str, Any]]:
     """The record as people read it."""
+    peaks = [
+        [one["cell"], ", ".join(map(str, one["shape"])), f"{one['LN']:.1f}", f"{one[TORCH]:.1f}", f"{one['ratio']:.2f}"]
+        for one in memory
+    ]
+    firsts = [[kind, f"{statistics.median(values):.2f}"] for kind, values in calls.items()]
     lines = [
         [
             _case(row["cell"], row["threads"]), ", ".join(map(str, row["shape"])),
@@ -201,6 +282,10 @@ def tables(rows: list[dict[str, Any]], frames: list[dict[str, Any]]) -> list[dic
          "columns": columns, "rows": lines},
         {"caption": "One frame, one case, one thread, microseconds", "columns": ["units", "stream", "nn.LSTMCell"],
          "rows": streams},
+        {"caption": "Peak memory of a training step over what the process had before, megabytes",
+         "columns": ["", "Batch, steps, inputs, units", "LN", "torch.nn plain", "ratio"], "rows": peaks},
+        {"caption": "An LSTM's first training step in a process, seconds", "columns": ["compiled code", "seconds"],
+         "rows": firsts},
     ]  # fmt: skip
 
 
@@ -225,7 +310,27 @@ def readme(record: dict[str, Any]) -> str:
                 cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}, mean {mean:.2f}")
             lines.append([_case(cell, threads), *cells])
     both = [["time over that of `torch.nn`, no norm", "inference", "training"], ["---"] * 3, *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in both)
+    return "\n".join(f"| {' | '.join(line)} |" for line in both) + "\n\n" + _besides(record)
+
+
+def _besides(record: dict[str, Any]) -> str:
+    """The rest in a sentence."""
+    rows, frames, calls = record["rows"], record["frames"], record["first_calls"]
+    loops = [1 / row[f"{kind}_ratio_to_step_by_step"] for row in rows for kind in ("inference", "training")]
+    small = [
+        1 / row[f"{kind}_ratio_to_step_by_step"]
+        for row in rows if row["shape"] == [1, 100, 128, 128] for kind in ("inference", "training")
+    ]  # fmt: skip
+    peaks = [one["ratio"] for one in record["memory"] if one["cell"] == "LSTM"]
+    stream, cell = _middle(frames, "128", "stream"), _middle(frames, "128", "cell")
+    cold, warm = (statistics.median(calls[kind]) for kind in ("cold", "warm"))
+    return (
+        f"Against the same layer step by step {min(loops):.1f} to {max(loops):.0f} times as fast, at least "
+        f"{min(small):.1f} times for one case of 128 units. `lamina.stream(layer)` takes one frame at a time: "
+        f"{stream:.1f} microseconds for an LSTM of 128 units, {cell / stream:.1f} times as fast as `nn.LSTMCell`. A "
+        f"training step's peak memory is {min(peaks):.2f} to {max(peaks):.2f} of `nn.LSTM`'s; the very first takes "
+        f"{cold:.1f} seconds to compile, later processes {warm:.2f}."
+    )
 
 
 def main(words: list[str]) -> None:
@@ -236,10 +341,14 @@ def main(words: list[str]) -> None:
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--out", default="results/bench-cpu.json")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
     parser.add_argument("--readme", action="store_true", help="measure nothing: print the README's table")
     given = parser.parse_args(words)
     if given.readme:
         print(readme(json.loads(Path(given.out).read_text())))
+        return
+    if given.alone:
+        print(json.dumps(asked_alone(given.alone.split())))
         return
     if given.one:
         print(json.dumps([process(given), stream_times(given.rounds)]))
@@ -251,10 +360,11 @@ def main(words: list[str]) -> None:
         runs.append(rows)
         frames.append(frame)
         print(f"process {number + 1} of {given.processes} done", flush=True)
-    rows = merged(runs)
+    rows, memory, calls = merged(runs), memories(), first_calls()
     record = {
         "schema": records.SCHEMA, "kind": "bench", "name": "cpu", "title": "Recurrent layers on a CPU",
-        "environment": records.environment(), "rows": rows, "frames": frames, "tables": tables(rows, frames),
+        "environment": records.environment(), "rows": rows, "frames": frames, "memory": memory,
+        "first_calls": calls, "tables": tables(rows, frames, memory, calls),
         "command": f"python benchmarks/speed.py --device cpu --rounds {given.rounds} --processes {given.processes}",
         "about": "float32; medians of interleaved rounds in randomised order, and of the processes' ratios.",
     }  # fmt: skip

@@ -101,8 +101,10 @@ def check_kind(layer: str, input: object, parameter: Tensor | None, *, half_inpu
             describe(input),
             "Move the layer or the input with .to(device).",
         )
+    if input.dtype == parameter.dtype:
+        return input
     mixed = half_input and parameter.dtype == torch.float32 == torch.promote_types(input.dtype, torch.float32)
-    if input.dtype != parameter.dtype and not mixed and autocast_dtype(input) is None:
+    if not mixed and autocast_dtype(input) is None:
         raise fail(
             f"{layer} needs an input of the dtype of its parameters, {parameter.dtype}",
             describe(input),

@@ -7,6 +7,7 @@ call would use and why.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,9 @@ from torch.nn import functional as F
 
 from . import opaque, reference
 from .checks import autocast_dtype, describe, epsilon, fail, one_of, readable, transformed
-from .kernels import Choice, Request, choose
+from .kernels import Choice, Request, choose, is_small_norm
 from .placements import GATES, STATES, resolve
-from .reference import EPS_MODES, CellWeights, LSTMState, Masks, Moments, Recurrence, SequenceResult
+from .reference import ACTIVATIONS, EPS_MODES, CellWeights, LSTMState, Masks, Moments, Recurrence, SequenceResult
 
 
 def layer_norm(
@@ -30,15 +31,62 @@ def layer_norm(
     eps: float = 1e-5,
     eps_mode: str = "var",
     *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
     backend: str = "auto",
-) -> Tensor:
-    """LN(z; gain, bias) = gain (z - mu)/sigma + bias over the last axes (Eq. 3)."""
+) -> Any:
+    """LN(z; gain, bias) = gain (z - mu)/sigma + bias over the last axes (Eq. 3), then the activation by its name.
+
+    With a ``residual`` z is input + residual, and both the result and z are given back: what a block that normalises
+    first hands on.
+    """
     shape = tuple(normalized_shape)
     _check_layer_norm(input, shape, weight, bias, eps, eps_mode)
-    choice = choose(Request("layer_norm", input.device, input.dtype, eps, eps_mode), backend)
-    if choice.backend == "torch":
-        return _torch_layer_norm(input, shape, weight, bias, eps)
-    return reference.layer_norm(input, shape, weight, bias, eps, eps_mode)
+    _check_around(input, activation, residual)
+    chosen = "torch"
+    if backend != "auto" or not is_small_norm(input, eps, eps_mode):
+        chosen = choose(norm_request(input, shape, eps, eps_mode, weight, residual), backend).backend
+    if chosen == "triton":
+        from .kernels import norm
+
+        found, total = norm.run(input, shape, weight, bias, eps, eps_mode, activation, residual)
+        return found if residual is None else (found, total)
+    if chosen == "reference":
+        return reference.layer_norm(
+            input, shape, weight, bias, eps, eps_mode, activation=activation, residual=residual
+        )  # fmt: skip
+    z = input if residual is None else input + residual
+    found = _torch_layer_norm(z, shape, weight, bias, eps)
+    found = found if activation is None else ACTIVATIONS[activation](found)
+    return found if residual is None else (found, z)
+
+
+def norm_request(
+    input: Tensor,
+    shape: Sequence[int],
+    eps: float,
+    eps_mode: str,
+    weight: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Request:
+    """What the choice of a layer norm's backend depends on."""
+    width = math.prod(shape)
+    others = [t for t in (weight, residual) if t is not None]
+    return Request(
+        "layer_norm", input.device, input.dtype, eps, eps_mode, hidden=width, batch=input.numel() // max(width, 1),
+        transformed=transformed(input, *others), autocast=autocast_dtype(input) is not None,
+    )  # fmt: skip
+
+
+def _check_around(input: Tensor, activation: str | None, residual: Tensor | None) -> None:
+    if activation is not None:
+        one_of("activation", activation, ACTIVATIONS)
+    if residual is not None and (residual.shape, residual.dtype) != (input.shape, input.dtype):
+        raise fail(
+            f"layer_norm's residual must be like its input, {describe(input)}",
+            describe(residual),
+            "Reshape or cast it.",
+        )
 
 
 def _torch_layer_norm(
@@ -360,7 +408,8 @@ def explain(target: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -
     given = bound.arguments
     x, eps, mode, backend = (given[name] for name in ("input", "eps", "eps_mode", "backend"))
     if target is layer_norm:
-        return choose(Request("layer_norm", x.device, x.dtype, eps, mode), backend)
+        shape, weight, residual = (given[name] for name in ("normalized_shape", "weight", "residual"))
+        return choose(norm_request(x, tuple(shape), eps, mode, weight, residual), backend)
     cell, norm, w = cells[target], given["norm"], given["weights"]
     where = resolve(cell, norm, given["placement"])
     dtype = autocast_dtype(x) or x.dtype

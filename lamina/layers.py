@@ -7,7 +7,7 @@ written for ``nn.Linear`` (initialisers, parameter groups) go on working. Option
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,23 +19,7 @@ from .baselines import BatchNorm, weight_norm_gain
 from .checks import check_kind, describe, epsilon, fail, finite, one_of, positive_int
 from .kernels import BACKENDS, Request
 from .placements import NORMS
-from .reference import EPS_MODES, statistics_dtype
-
-Activation = Callable[[Tensor], Tensor]
-
-
-def _identity(z: Tensor) -> Tensor:
-    return z
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "relu": torch.relu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "identity": _identity,
-}
+from .reference import ACTIVATIONS, EPS_MODES, Activation, statistics_dtype
 
 # 1 + xi_sigma, a normal draw, comes near 0 when few samples are modelled: E[1/|1 + xi|] does not exist, and at
 # N <= 16 (its deviation is then 0.35 or more) single draws would dominate a whole batch. The floor lets noise
@@ -49,7 +33,10 @@ class LayerNorm(nn.LayerNorm):
     Arguments, parameters and state_dict of ``torch.nn.LayerNorm``, and besides:
 
     eps, eps_mode: sqrt(var + eps) for "var" (torch's), sqrt(var) + eps for "std"; eps may be 0.
-    backend: "auto" or a name; ``lamina.explain(layer)`` tells which one runs.
+    activation: None or a name of ``ACTIVATIONS``, applied to the result.
+    backend: "auto" or a name; ``lamina.explain(layer, x)`` tells which one runs.
+
+    ``layer(x, residual)`` normalises x + residual and gives back both, the result and the sum.
     """
 
     def __init__(
@@ -62,6 +49,7 @@ class LayerNorm(nn.LayerNorm):
         dtype: torch.dtype | None = None,
         *,
         eps_mode: str = "var",
+        activation: str | None = None,
         backend: str = "auto",
     ) -> None:
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -71,23 +59,30 @@ class LayerNorm(nn.LayerNorm):
             positive_int("normalized_shape", size)
         one_of("eps_mode", eps_mode, EPS_MODES)
         one_of("backend", backend, BACKENDS["layer_norm"])
+        if activation is not None:
+            one_of("activation", activation, ACTIVATIONS)
         super().__init__(list(shape), epsilon(eps), elementwise_affine, bias, device, dtype)
         self.eps_mode = eps_mode
+        self.activation = activation
         self.backend = backend
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[*, *normalized_shape] to the same shape."""
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
+        """[*, *normalized_shape] to the same shape; with a residual that and input + residual."""
         check_kind(f"LayerNorm({list(self.normalized_shape)})", input, self.weight, half_input=True)
         return functional.layer_norm(
-            input, self.normalized_shape, self.weight, self.bias, self.eps, self.eps_mode, backend=self.backend
-        )
+            input, self.normalized_shape, self.weight, self.bias, self.eps, self.eps_mode,
+            activation=self.activation, residual=residual, backend=self.backend,
+        )  # fmt: skip
 
-    def backend_request(self, input: Tensor | None = None) -> Request:
+    def backend_request(self, input: Tensor | None = None, residual: Tensor | None = None) -> Request:
         """What the choice of a backend depends on, for ``lamina.explain``."""
-        return _layer_norm_request(self.weight if input is None else input, self.eps, self.eps_mode)
+        if input is None:
+            return _layer_norm_request(self.weight, self.eps, self.eps_mode)
+        shape = self.normalized_shape
+        return functional.norm_request(input, shape, self.eps, self.eps_mode, self.weight, residual)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + _shown(self, {"eps_mode": "var", "backend": "auto"})
+        return super().extra_repr() + _shown(self, {"eps_mode": "var", "activation": None, "backend": "auto"})
 
 
 class NoisyLayerNorm(LayerNorm):
@@ -143,10 +138,13 @@ class NoisyLayerNorm(LayerNorm):
             raise fail("noise='chi2' needs num_samples >= 2", f"num_samples={value}", "One case has no variance.")
         return value
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[*, *normalized_shape] to the same shape."""
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
+        """[*, *normalized_shape] to the same shape; with a residual that and input + residual."""
         if not self.training or math.isinf(self.num_samples):
-            return super().forward(input)
+            return super().forward(input, residual)
+        if residual is not None:
+            total = input + residual
+            return self.forward(total), total
         check_kind(f"NoisyLayerNorm({list(self.normalized_shape)})", input, self.weight, half_input=True)
         z = functional.layer_norm(
             input.to(statistics_dtype(input.dtype)),
@@ -263,7 +261,10 @@ class NormalisedLayer(nn.Module):
         if self.norm == "layer":
             shape = summed.shape[1:]
             gain, bias = _per_unit(self.gain, shape), _per_unit(self.bias, shape)
-            return functional.layer_norm(summed, shape, gain, bias, self.eps, self.eps_mode, backend=self.backend)
+            found: Tensor = functional.layer_norm(
+                summed, shape, gain, bias, self.eps, self.eps_mode, backend=self.backend
+            )
+            return found
         if self.statistics is None:
             return summed
         if self.gain is not None and self.gain.dim() == 1:

@@ -99,8 +99,10 @@ class RecurrentModule(nn.Module):
                 self._statistics(suffix).reset()
 
     def _weights(self, suffix: str) -> CellWeights:
-        found: dict[str, Any] = {f: getattr(self, f + suffix) for f in self._fields}
-        return CellWeights(**found)
+        own = self._parameters  # straight from there: the way through getattr is long; a parametrised one goes it
+        names = [field + suffix for field in self._fields]
+        found: list[Any] = [own[name] if name in own else getattr(self, name) for name in names]
+        return CellWeights(**dict(zip(self._fields, found)))
 
     def _statistics(self, suffix: str) -> StepStatistics:
         found = self.get_submodule(f"statistics{suffix}")
@@ -121,6 +123,8 @@ class RecurrentModule(nn.Module):
 
     def _zoneout(self, steps: int, batch: int, like: Tensor) -> Masks:
         """0/1 masks of kept units in training, the probabilities themselves in evaluation, None where off."""
+        if not self.options.zoneout:
+            return (None,) * STATES[self.cell]
         rates = self.options.zoneout_rates(self.cell)
         dtype = statistics_dtype(like.dtype)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,21 @@ EPS_MODES = ("var", "std")
 
 Masks = tuple[Tensor | float | None, ...]
 LSTMState = tuple[Tensor, Tensor]
+Activation = Callable[[Tensor], Tensor]
+
+
+def identity(z: Tensor) -> Tensor:
+    return z
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "identity": identity,
+}
 
 
 class CellWeights(NamedTuple):
@@ -97,11 +112,20 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     eps_mode: str = "var",
-) -> Tensor:
-    """LN(z; gain, bias) = gain (z - mu)/sigma + bias over the last ``len(normalized_shape)`` axes (Eq. 3)."""
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Any:
+    """LN(z; gain, bias) = gain (z - mu)/sigma + bias over the last ``len(normalized_shape)`` axes (Eq. 3).
+
+    Then the activation, by its name. With a residual z is input + residual and given back beside the result.
+    """
     dims = tuple(range(-len(normalized_shape), 0))
-    z = input.to(statistics_dtype(input.dtype))
-    return affine(standardise(z, dims, eps, eps_mode), weight, bias).to(input.dtype)
+    given = input if residual is None else input + residual
+    z = given.to(statistics_dtype(given.dtype))
+    found = affine(standardise(z, dims, eps, eps_mode), weight, bias)
+    found = (found if activation is None else ACTIVATIONS[activation](found)).to(given.dtype)
+    return found if residual is None else (found, given)
 
 
 def batch_norm(
@@ -170,7 +194,8 @@ def linear(
         return F.linear(input, weight_norm(weight, gain), bias)
     summed = F.linear(input, weight)
     if norm == "layer":
-        return layer_norm(summed, summed.shape[-1:], gain, bias, eps, eps_mode)
+        found: Tensor = layer_norm(summed, summed.shape[-1:], gain, bias, eps, eps_mode)
+        return found
     if norm == "batch":
         flat = summed.reshape(-1, summed.shape[-1])
         return batch_norm(flat, None, None, gain, bias, True, 0.0, eps, False, eps_mode).reshape(summed.shape)

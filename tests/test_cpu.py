@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import lamina
 from lamina import functional, reference
-from lamina.kernels import cpu_team, fused
+from lamina.kernels import cpu_target, cpu_team, fused
 from tests.cases import EVERY, assert_same, cast, everything, leaves, random_call
 from tests.test_sequence import assert_as_good, problem
 
@@ -87,7 +87,7 @@ def test_ugly_sizes(row, size):
 
 @pytest.mark.parametrize("row", FEW, ids=str)
 def test_one_row_whose_columns_threads_share(row, monkeypatch):
-    monkeypatch.setattr("lamina.kernels.cpu.LARGE", 1)
+    monkeypatch.setattr("lamina.kernels.cpu.SHARE", 1)
     torch.set_num_threads(2)
     assert_equals_reference(problem(row, (5, 1, 3, 33), CPU))
 
@@ -99,9 +99,9 @@ def test_products_of_many_rows(row):
         assert_equals_reference(problem(row, (67, 9, 5, hidden), CPU), 1e-9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=500)
 @given(
-    row=st.sampled_from(ROWS), shape=st.tuples(*(st.integers(1, 12) for _ in range(3)), st.integers(1, 40)),
+    row=st.sampled_from(ROWS), shape=st.tuples(*(st.integers(1, 7) for _ in range(3)), st.integers(1, 40)),
     more=st.booleans(), reverse=st.booleans(), threads=st.integers(1, 3), seed=st.integers(0, 2**31),
 )  # fmt: skip
 def test_any_problem(row, shape, more, reverse, threads, seed):
@@ -168,6 +168,73 @@ def test_without_numba_the_reference_serves(monkeypatch):
     assert choice.backend == "reference"
     assert "lamina[cpu]" in choice.reason
     assert layer(x)[0].shape == (4, 2, 5)
+
+
+def test_without_numba_or_llvm_in_the_process_at_all():
+    code = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("numba", "llvmlite"):
+            raise ModuleNotFoundError(name)
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name in ("numba", "llvmlite") else found(name, *more)
+sys.meta_path.insert(0, Absent())
+import torch, lamina
+layer, x = lamina.GRU(3, 5), torch.randn(4, 2, 3, requires_grad=True)
+layer(x)[0].sum().backward()
+step = lamina.stream(layer.eval())
+step(torch.zeros(1, 3))
+print(lamina.explain(layer, x).backend, step.choice.backend)
+"""
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.split() == ["reference", "reference"], found.stderr
+
+
+FIRST = """
+import sys, torch, lamina
+layer, x = lamina.RNN(3, 4), torch.ones(2, 2, 3)
+torch.manual_seed(1)
+for p in layer.parameters():
+    torch.nn.init.uniform_(p, -1, 1)
+with torch.no_grad():
+    print("numba" in sys.modules, layer(x)[0].sum().item(), "numba" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_code_is_kept_and_whatever_is_not_whole_is_made_anew(tmp_path):
+    def first():
+        told = {**os.environ, "LAMINA_CACHE": str(tmp_path)}
+        found = subprocess.run([sys.executable, "-c", FIRST], cwd=ROOT, env=told, capture_output=True, text=True)
+        assert found.returncode == 0, found.stderr
+        return found.stdout.split()
+
+    before, number, after = first()
+    assert (before, after) == ("False", "True")
+    assert first() == ["False", number, "False"]
+    kept = sorted(tmp_path.rglob("*.code"))
+    for n, place in enumerate(kept):
+        data = place.read_bytes()
+        place.write_bytes((data[:-7], b"", data[:300] + b"x" + data[301:])[n % 3])
+    assert first() == ["False", number, "True"]
+    assert first() == ["False", number, "False"]
+
+
+def test_another_cpu_or_source_has_another_folder(monkeypatch):
+    cpu_target.digest.cache_clear()
+    before = cpu_target.digest()
+    found = {before}
+    for name, value in (("features", lambda: ("znver9", "+avx2")), ("SOURCES", cpu_target.SOURCES[1:])):
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_target, name, value)
+            cpu_target.digest.cache_clear()
+            found.add(cpu_target.digest())
+    cpu_target.digest.cache_clear()
+    assert len(found) == 3
+    every = {place.name for place in Path(cpu_target.__file__).parent.glob("cpu_*.py")}
+    assert every - set(cpu_target.SOURCES) == {"cpu_code.py", "cpu_stream.py", "cpu_team.py"}  # not compiled
 
 
 def test_nothing_is_imported_before_it_is_used():

@@ -86,7 +86,7 @@ def _in_threads(interpreter):
 
 def _made_ready(interpreter):
     """The interpreter writes functions anew when they are first called, which threads cannot do at the same time."""
-    for module in ("exchange", "formulas", "sequence"):
+    for module in ("exchange", "formulas", "rows", "sequence"):
         for value in list(vars(importlib.import_module(f"lamina.kernels.{module}")).values()):
             if isinstance(value, interpreter.InterpretedFunction):
                 value.rewrite()

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 import lamina
 from lamina.checks import BackendError, InputError
-from lamina.layers import ACTIVATIONS, SPREAD_FLOOR, Conv2d, LayerNorm, Linear, NoisyLayerNorm
+from lamina.layers import SPREAD_FLOOR, Conv2d, LayerNorm, Linear, NoisyLayerNorm
+from lamina.reference import ACTIVATIONS
 
 from .cases import assert_same, gradients
 

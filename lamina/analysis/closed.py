@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import fail
-from ..layers import ACTIVATIONS, Linear
-from ..reference import inverse
+from ..layers import Linear
+from ..reference import ACTIVATIONS, inverse
 from .singular import check_statistics, title
 
 

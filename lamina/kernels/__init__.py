@@ -7,16 +7,19 @@ import os
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..checks import BackendError, one_of
 
 HOPPER = (9, 0)  # the kernels were measured and tested on it; elsewhere they run when asked for by name
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_DTYPES = (torch.float32, torch.float64)
+LARGE_NORM = 2**28  # bytes of a layer norm's input from which a call of our kernel is the shorter one, host and all
+WIDE_NORM = 8192  # numbers of a row that our kernels read once, there and back
 
 # The names a caller may force; a faster backend is added here and to `choose`.
 BACKENDS = {
-    "layer_norm": ("auto", "reference", "torch"),
+    "layer_norm": ("auto", "reference", "torch", "triton"),
     "recurrence": ("auto", "reference", "triton", "numba"),
 }
 
@@ -34,11 +37,12 @@ class Request:
     norm: str | None = None
     placement: str = ""
     single_step: bool = False  # a cell, called once a step
-    hidden: int = 1
-    batch: int = 1
+    hidden: int = 1  # units; a layer norm's width
+    batch: int = 1  # cases; a layer norm's rows
     projection: bool = False
     transformed: bool = False  # inside torch.func or forward-mode differentiation
     nonlinearity: str = "tanh"
+    autocast: bool = False  # a layer norm's: recurrences are cast before
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,49 @@ def _choose_layer_norm(request: Request, backend: str) -> Choice:
     native = request.eps_mode == "var" and request.eps > 0
     if backend == "reference":
         return Choice("reference", "asked for by name")
+    obstacle = _norm_obstacle(request, backend == "triton")
+    if backend == "triton" and obstacle:
+        raise BackendError(f"backend='triton' cannot serve this layer norm: {obstacle}. Use backend='auto'.")
+    if not obstacle and (backend == "triton" or (backend == "auto" and (_is_large(request) or not native))):
+        named = "asked for by name; " if backend == "triton" else ""
+        return Choice("triton", f"{named}one kernel each way; gradients of gradients take the reference's route")
     if native:
-        why = "asked for by name" if backend == "torch" else "torch's own kernel computes this form"
+        why = "asked for by name" if backend == "torch" else _why_torch(request, obstacle)
         return Choice("torch", why)
     why = f"torch's kernel has no eps_mode={request.eps_mode!r} with eps={request.eps:g}"
     if backend == "torch":
         raise BackendError(f"backend='torch' needs eps_mode='var' and eps > 0; {why}. Use backend='auto'.")
     return Choice("reference", why)
+
+
+def is_small_norm(x: Tensor, eps: float, eps_mode: str) -> bool:
+    """Whether ``choose`` would leave a layer norm to torch whatever else holds: seen in a tenth of its time."""
+    return x.numel() * x.element_size() < LARGE_NORM and eps_mode == "var" and eps > 0
+
+
+def _is_large(request: Request) -> bool:
+    size = request.hidden * request.batch * request.dtype.itemsize
+    return size >= LARGE_NORM and request.hidden <= WIDE_NORM
+
+
+def _why_torch(request: Request, obstacle: str) -> str:
+    if request.device.type == "cuda" and not obstacle:
+        return "torch's own kernel: what ours saves on the device is less than its launch costs the host at this size"
+    return "torch's own kernel computes this form"
+
+
+def _norm_obstacle(request: Request, forced: bool) -> str:
+    """Why the fused layer norm cannot serve; empty when it can."""
+    obstacle = _device_obstacle(request, forced)
+    if obstacle:
+        return obstacle
+    if request.autocast:
+        return "autocast computes layer norms in float32, by torch's own"
+    if torch.compiler.is_compiling():
+        return "torch.compile makes a kernel of torch's own layer norm and of what is around it"
+    if request.transformed:
+        return "torch.func transforms and forward-mode gradients need plain operations"
+    return "the input is empty" if request.batch * request.hidden == 0 else ""
 
 
 def _choose_recurrence(request: Request, backend: str) -> Choice:
@@ -110,6 +150,10 @@ def interpreted() -> bool:
 
 def _triton_obstacle(request: Request, forced: bool) -> str:
     """Why the fused kernels cannot serve a recurrence on a GPU; empty when they can."""
+    return _device_obstacle(request, forced) or _common_obstacle(request)
+
+
+def _device_obstacle(request: Request, forced: bool) -> str:
     if request.device.type != "cuda" and not (forced and interpreted()):
         return "the fused kernels run on CUDA devices only"
     if not HAS_TRITON:
@@ -118,7 +162,7 @@ def _triton_obstacle(request: Request, forced: bool) -> str:
         return f"the kernels compute in float32, bfloat16 and float16, not {str(request.dtype).removeprefix('torch.')}"
     if request.device.type == "cuda" and not forced and torch.cuda.get_device_capability(request.device) < HOPPER:
         return "the fused kernels are tested on Hopper GPUs; backend='triton' tries them here"
-    return _common_obstacle(request)
+    return ""
 
 
 def _numba_obstacle(request: Request, forced: bool) -> str:

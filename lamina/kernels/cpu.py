@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import cpu_team
+from .cpu_fields import PLACES
 from .cpu_target import STRETCH, panel_width
 from .forms import CELLS, SITES, Setting, form_of
 
@@ -23,25 +26,32 @@ NAMES = (
 )  # fmt: skip
 Given = Tensor | None
 KINDS = {torch.float32: "float32", torch.float64: "float64"}
-MANY = 256  # rows of a product for which packing its matrix pays
-LARGE = 2**20  # numbers of a matrix whose columns threads share for one row
+MANY = 64  # rows of a product for which packing its matrix pays
+SHARE = 2**15  # numbers of a matrix that are worth a thread of their own where threads share one row's product
 
 
 class Job:
     """The numbers of one kernel call, and the tensors whose addresses are among them."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.places = dtype, cpu_team.places()
-        self.numbers = (ctypes.c_int64 * len(self.places))()
+        self.dtype = dtype
+        self.numbers = (ctypes.c_int64 * len(PLACES))()
         self.held: dict[str, Tensor] = {}
 
     def set(self, **fields: Any) -> None:
         """Numbers as they are, tensors as their address; they live as long as the job."""
+        numbers, held = self.numbers, self.held
         for name, value in fields.items():
             if isinstance(value, Tensor):
-                self.held[name] = value
-                value = value.data_ptr() if value.numel() else 0
-            self.numbers[self.places[name]] = int(value)
+                held[name] = value
+                value = value.data_ptr()
+            numbers[PLACES[name]] = value
+
+    def let_go(self, *names: str) -> None:
+        """Of tensors that are not needed again."""
+        for name in names:
+            self.held.pop(name, None)
+            self.numbers[PLACES[name]] = 0
 
     def run(self, name: str, threads: int) -> None:
         self.set(threads=threads)
@@ -51,7 +61,25 @@ class Job:
         return torch.empty(shape, dtype=self.dtype)
 
     def full(self, count: int, value: float) -> Tensor:
-        return torch.full((count,), value, dtype=self.dtype)
+        """Of one value; never written to."""
+        return _constants(count, value, self.dtype)
+
+    def as_read(self, tensor: Tensor) -> Tensor:
+        """In the kernels' dtype, its numbers side by side."""
+        ready = tensor.dtype is self.dtype and tensor.is_contiguous()
+        return tensor if ready else tensor.detach().to(self.dtype).contiguous()
+
+
+@lru_cache(256)
+def _constants(count: int, value: float, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.full((count,), value, dtype=dtype)
+
+
+@lru_cache(256)
+def _whole_numbers(values: tuple[int, ...]) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.tensor(values, dtype=torch.int64)
 
 
 def packed(weight: Tensor, turned: bool) -> Tensor:
@@ -76,6 +104,11 @@ def product(left: Tensor, matrix: Tensor, out: Tensor) -> None:
     job.run("products", count)
 
 
+def prepared(setting: Setting, tensors: Sequence[Given], extras: Sequence[Given]) -> Call:
+    """A call for forward and then backward, whose parameters need looking at but once."""
+    return Call(setting, dict(zip(NAMES, tensors)), extras)
+
+
 class Call(Job):
     """What forward and backward of a recurrence have in common."""
 
@@ -84,19 +117,26 @@ class Call(Job):
         super().__init__(weight.dtype)
         self.form = form_of(setting)
         (self.steps, self.batch), (self.width, self.hidden) = x.shape[:2], weight.shape
-        shared = self.batch == 1 and weight.numel() >= LARGE and extras[1] is None and extras[4] is None
-        self.threads = cpu_team.threads() if shared else max(1, min(cpu_team.threads(), self.batch))
+        parts = weight.numel() // SHARE if extras[1] is None and extras[4] is None else 1
+        shared = self.batch == 1 and parts > 1
+        self.threads = max(1, min(cpu_team.threads(), parts if shared else self.batch))
         form, where = self.form, setting.where
         self.groups = where.groups(form.site) if form.site else ()
         self.set(
             steps=self.steps, batch=self.batch, hidden=self.hidden, gates=form.gates, cell=CELLS[form.cell],
             site=SITES[form.site], cell_norm=form.cell_norm, carry=form.carry, relu=form.relu, std=form.std,
             eps=self.full(1, form.eps), norm_x=bool(where.ih), shared=shared and self.threads > 1,
-            groups=len(self.groups), sizes=torch.tensor(self.groups), groups_x=len(where.ih),
-            sizes_x=torch.tensor(where.ih),
+            groups=len(self.groups), sizes=_whole_numbers(tuple(self.groups)), groups_x=len(where.ih),
+            sizes_x=_whole_numbers(tuple(where.ih)),
         )  # fmt: skip
         self._parameters(by_name)
         self._extras(extras)
+
+    def copy(self) -> Call:
+        """Another of the same numbers: several threads may walk back through one graph."""
+        other = copy.copy(self)
+        other.numbers, other.held = type(self.numbers).from_buffer_copy(self.numbers), dict(self.held)
+        return other
 
     def _parameters(self, by_name: dict[str, Given]) -> None:
         """Gains of 1 and biases of 0 where there are none; biases that are only ever seen as their sum, as that."""
@@ -113,7 +153,7 @@ class Call(Job):
             "gain_cell": by_name["gain_cell"] if by_name["gain_cell"] is not None else ones,
             "bias_cell": by_name["bias_cell"] if by_name["bias_cell"] is not None else self.full(self.hidden, 0.0),
         }  # fmt: skip
-        self.set(**{name: t.detach().to(self.dtype).contiguous() for name, t in found.items()})
+        self.set(**{name: self.as_read(t) for name, t in found.items()})
 
     def _extras(self, extras: Sequence[Given]) -> None:
         lengths, resets, keep_h, keep_c, drop = extras
@@ -170,11 +210,12 @@ def _first(state: Given, call: Call, out: Tensor) -> None:
         out.copy_(state)
 
 
-@torch.no_grad()
-def forward(setting: Setting, tensors: Sequence[Given], extras: Sequence[Given], keep: bool) -> list[Tensor]:
+def forward(
+    setting: Setting, tensors: Sequence[Given], extras: Sequence[Given], keep: bool, call: Call | None = None
+) -> list[Tensor]:
     """hist [T+1, B, H], the final h and c, then what backward needs: W_x x, c_hist, x^ and 1/deviations."""
     by_name = dict(zip(NAMES, tensors))
-    call = Call(setting, by_name, extras)
+    call = call or Call(setting, by_name, extras)
     steps, batch, hidden, lstm = call.steps, call.batch, call.hidden, call.form.cell == "LSTM"
     x, weight_ih = _there(by_name["input"]), _there(by_name["weight_ih"])
     if steps * batch >= MANY:
@@ -197,35 +238,35 @@ def forward(setting: Setting, tensors: Sequence[Given], extras: Sequence[Given],
         xhat=xhat, xhat_step=batch * call.width * size if keep else 0, rstd=rstd, scratch=_scratch(call, 2),
     )  # fmt: skip
     call.run("forward", call.threads)
+    call.let_go("weight", "packed", "z", "scratch")
     c_n = c_hist[-1].clone() if lstm else hist.new_empty(0)
     kept = [summed, c_hist, xhat, rstd] if keep else []
     return [hist, hist[-1].clone(), c_n, *kept]
 
 
-@torch.no_grad()
 def backward(
     setting: Setting, tensors: Sequence[Given], extras: Sequence[Given], kept: Sequence[Tensor],
-    grads: Sequence[Given], needed: Sequence[bool],
+    grads: Sequence[Given], needed: Sequence[bool], call: Call | None = None,
 ) -> list[Given]:  # fmt: skip
-    """Gradients in the order of ``tensors``; ``grads`` are those of the output, h_n and c_n."""
+    """Gradients in the order of ``tensors``; ``grads`` are those of the output, h_n and c_n; ``call``: forward's."""
     by_name, wanted = dict(zip(NAMES, tensors)), dict(zip(NAMES, needed))
     hist, summed, c_hist, xhat, rstd = kept
-    call = Call(setting, by_name, extras)
+    call = call.copy() if call else Call(setting, by_name, extras)
     steps, batch, hidden, width = call.steps, call.batch, call.hidden, call.width
     size, weight, lstm = hist.element_size(), _there(by_name["weight_hh"]), call.form.cell == "LSTM"
     d_out, d_h, d_c = (None if g is None else g.to(call.dtype).contiguous() for g in grads)
-    dh, dc, first_h, first_c, past = (torch.zeros(batch, hidden, dtype=call.dtype) for _ in range(5))
+    dh, dc, first_h, first_c, past = torch.zeros(5, batch, hidden, dtype=call.dtype).unbind()
     if d_h is not None:
         dh.copy_(d_h)
     if d_c is not None and lstm:
         dc.copy_(d_c)
     shares = torch.zeros(call.threads, 4 * width + 2 * hidden, dtype=call.dtype)
     chunk = max(1, min(steps, CHUNK // batch))
-    d_raw, d_summed = call.empty(chunk, batch, width), call.empty(chunk, batch, width)
+    d_raw, d_summed = call.empty(chunk * batch, width), call.empty(chunk * batch, width)
     call.matrix(weight, True)
     call.set(
         summed=summed, hist=hist, c_hist=c_hist, c_step=batch * hidden * size, xhat=xhat,
-        xhat_step=batch * width * size, rstd=rstd, scratch=_scratch(call, 3), dh=dh, dc=dc, first_h=first_h,
+        xhat_step=batch * width * size, rstd=rstd, scratch=_scratch(call, 1), dh=dh, dc=dc, first_h=first_h,
         first_c=first_c, past=past, d_raw=d_raw, d_summed=d_summed, shares=shares,
         d_out=hist.new_empty(0) if d_out is None else d_out,
     )  # fmt: skip
@@ -234,9 +275,14 @@ def backward(
         begin = max(0, end - chunk)
         call.set(begin=begin, end=end)
         call.run("backward", call.threads)
-        found.add(begin, end, d_raw[: end - begin], d_summed[: end - begin])
-    given = {**found.result(), "h": dh + first_h, "c": dc + first_c, **_small(call, shares.sum(0), by_name)}
-    return [None if t is None or given[name] is None else given[name].to(t.dtype) for name, t in by_name.items()]
+        rows = (end - begin) * batch
+        found.add(begin, end, d_raw[:rows], d_summed[:rows])
+    if call.resets is not None:
+        dh, dc = dh + first_h, dc + first_c
+    call.let_go("weight", "packed", "z", "scratch")
+    given = {**found.result(), "h": dh, "c": dc, **_small(call, shares, by_name)}
+    found_in_order = [(t, given[name]) for name, t in by_name.items()]
+    return [None if t is None or d is None else d if d.dtype is t.dtype else d.to(t.dtype) for t, d in found_in_order]
 
 
 class _Matrices:
@@ -244,23 +290,29 @@ class _Matrices:
 
     def __init__(self, call: Call, by_name: dict[str, Given], hist: Tensor, wanted: dict[str, bool]) -> None:
         self.call, self.hist = call, hist
-        self.x, self.weight_ih = _there(by_name["input"]), _there(by_name["weight_ih"])
-        self.d_input = torch.empty_like(self.x) if wanted["input"] else None
-        self.d_ih = torch.zeros_like(self.weight_ih) if wanted["weight_ih"] else None
-        self.d_hh = torch.zeros_like(_there(by_name["weight_hh"])) if wanted["weight_hh"] else None
+        x, self.weight_ih = _there(by_name["input"]), _there(by_name["weight_ih"])
+        self.x = x.flatten(0, 1)
+        self.d_input = torch.empty_like(x) if wanted["input"] else None
+        self.d_ih = torch.empty_like(self.weight_ih) if wanted["weight_ih"] else None
+        self.d_hh = torch.empty_like(_there(by_name["weight_hh"])) if wanted["weight_hh"] else None
         own = self.d_input is not None and call.steps * call.batch >= MANY
         self.packed = packed(self.weight_ih, False) if own else None
 
-    def add(self, begin: int, end: int, d_raw: Tensor, d_summed: Tensor) -> None:
-        raw, summed = d_raw.flatten(0, 1), d_summed.flatten(0, 1)
+    def add(self, begin: int, end: int, raw: Tensor, summed: Tensor) -> None:
+        """Of steps begin to end; ``raw``, ``summed``: gradients of the two products, a row for each step and case."""
+        rows = slice(begin * self.call.batch, end * self.call.batch)
+        beta = 0 if end == self.call.steps else 1  # the last steps come first: nothing is there to add to
         if self.d_hh is not None:
-            self.d_hh.addmm_(raw.t(), self._factors(begin, end).flatten(0, 1))
+            self.d_hh.addmm_(raw.t(), self._factors(begin, end).flatten(0, 1), beta=beta)
         if self.d_ih is not None:
-            self.d_ih.addmm_(summed.t(), self.x[begin:end].flatten(0, 1))
-        if self.d_input is not None and self.packed is not None:
-            product(summed, self.packed, self.d_input[begin:end].flatten(0, 1))
-        elif self.d_input is not None:
-            torch.mm(summed, self.weight_ih, out=self.d_input[begin:end].flatten(0, 1))
+            self.d_ih.addmm_(summed.t(), self.x[rows], beta=beta)
+        if self.d_input is None:
+            return
+        out = self.d_input.flatten(0, 1)[rows]
+        if self.packed is not None:
+            product(summed, self.packed, out)
+        else:
+            torch.mm(summed, self.weight_ih, out=out)
 
     def _factors(self, begin: int, end: int) -> Tensor:
         """h' as the products saw it."""
@@ -273,9 +325,10 @@ class _Matrices:
         return {"input": self.d_input, "weight_ih": self.d_ih, "weight_hh": self.d_hh}
 
 
-def _small(call: Call, total: Tensor, by_name: dict[str, Given]) -> dict[str, Any]:
+def _small(call: Call, shares: Tensor, by_name: dict[str, Given]) -> dict[str, Any]:
     """Gradients of gains and biases."""
     width, hidden, form = call.width, call.hidden, call.form
+    total = shares[0] if call.threads == 1 else shares.sum(0)
     bias, gain, bias_x, gain_x, bias_cell, gain_cell = torch.split(total, [width] * 4 + [hidden] * 2)
     outer = bias if form.site == "sum" else bias_x
     return {

@@ -19,17 +19,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
+from .cpu_parts import BARE, part
 from .cpu_target import STRETCH, VECTORS, vector_bytes
+from .cpu_vectors import spread, whole
 
 PANEL = VECTORS * vector_bytes()  # bytes of a panel's width
 BLOCK = 512  # of the contraction: a panel's part of that length stays in the first cache
 TILES = ((8, 1), (4, 2), (2, 4), (1, 4)) if vector_bytes() == 64 else ((4, 1), (2, 2), (1, 4))  # rows, steps at once
 ROWS = TILES[0][0]
-# Kernels are called by kernels: what Python would need to call them takes longer to compile than they do.
-# Nor do they own memory. A constant whole number as an argument is np.int64(n): for a plain one numba compiles anew.
-BARE: dict[str, Any] = {
-    "error_model": "numpy", "nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False,
-}  # fmt: skip
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # never nnan or ninf: what is not finite must be seen
 
 
@@ -65,9 +62,9 @@ class _Tile:
 
     def emit(self, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, add: Any) -> None:
         build, span = self.builder, self.lanes * self.size
-        rows = [build.add(a, build.mul(lda, _int(r * self.size))) for r in range(self.rows)]
+        rows = [build.add(a, build.mul(lda, whole(r * self.size))) for r in range(self.rows)]
         outs = [
-            build.add(build.add(c, build.mul(ldc, _int(r * self.size))), _int(v * span))
+            build.add(build.add(c, build.mul(ldc, whole(r * self.size))), whole(v * span))
             for r in range(self.rows)
             for v in range(VECTORS)
         ]
@@ -76,11 +73,11 @@ class _Tile:
         with build.if_then(add):
             for place, out in zip(sums[0], outs):
                 build.store(self.load(out), place)
-        whole = build.udiv(depth, _int(self.steps))
-        with cgutils.for_range(build, whole) as loop:
+        turns = build.udiv(depth, whole(self.steps))
+        with cgutils.for_range(build, turns) as loop:
             for step in range(self.steps):
-                self.step(build.add(build.mul(loop.index, _int(self.steps)), _int(step)), rows, b, sums[step])
-        done = build.mul(whole, _int(self.steps))
+                self.step(build.add(build.mul(loop.index, whole(self.steps)), whole(step)), rows, b, sums[step])
+        done = build.mul(turns, whole(self.steps))
         with cgutils.for_range(build, build.sub(depth, done)) as loop:
             self.step(build.add(done, loop.index), rows, b, sums[0])
         for n, out in enumerate(outs):
@@ -91,10 +88,10 @@ class _Tile:
 
     def step(self, k: Any, rows: list[Any], b: Any, sums: list[Any]) -> None:
         build, span = self.builder, self.lanes * self.size
-        at = build.add(b, build.mul(k, _int(VECTORS * span)))
-        columns = [self.load(build.add(at, _int(v * span))) for v in range(VECTORS)]
+        at = build.add(b, build.mul(k, whole(VECTORS * span)))
+        columns = [self.load(build.add(at, whole(v * span))) for v in range(VECTORS)]
         for r, row in enumerate(rows):
-            x = self.spread(build.add(row, build.mul(k, _int(self.size))))
+            x = self.spread(build.add(row, build.mul(k, whole(self.size))))
             for v, column in enumerate(columns):
                 place = sums[r * VECTORS + v]
                 build.store(build.call(self.fma, [x, column, build.load(place)]), place)
@@ -107,14 +104,8 @@ class _Tile:
 
     def spread(self, address: Any) -> Any:
         """One number in all lanes."""
-        build, nothing = self.builder, ir.Constant(self.vector, ir.Undefined)
-        one = build.load(self.pointer(address, self.number), align=self.size)
-        first = build.insert_element(nothing, one, ir.Constant(ir.IntType(32), 0))
-        return build.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), None))
-
-
-def _int(n: int) -> Any:
-    return ir.Constant(ir.IntType(64), n)
+        one = self.builder.load(self.pointer(address, self.number), align=self.size)
+        return spread(self.builder, one, self.lanes)
 
 
 _tiles = [_tile(rows, steps) for rows, steps in TILES]
@@ -136,10 +127,10 @@ def apart(typingctx: Any) -> Any:
 def bytes_of(typingctx: Any, like: Any) -> Any:
     """Known when compiled."""
     size = like.bitwidth // 8
-    return types.int64(like), lambda context, builder, signature, args: _int(size)
+    return types.int64(like), lambda context, builder, signature, args: whole(size)
 
 
-@njit(**BARE)
+@part
 def product(a, lda, rows, depth, packed, panels, c, ldc, like):
     """c[rows, panels] = a[rows, depth] times a packed matrix; c has room for whole panels."""
     apart()
@@ -169,7 +160,7 @@ def numbers(typingctx: Any, address: Any, count: Any, like: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.return_type
         array = context.make_array(kind)(context, builder)
-        size = _int(context.get_abi_sizeof(context.get_data_type(kind.dtype)))
+        size = whole(context.get_abi_sizeof(context.get_data_type(kind.dtype)))
         populate_array(
             array, data=builder.inttoptr(args[0], array.data.type), shape=cgutils.pack_array(builder, [args[1]]),
             strides=cgutils.pack_array(builder, [size]), itemsize=size, meminfo=None,
@@ -187,9 +178,9 @@ def _transpose(typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, like: Any) ->
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         tile = _Tile(builder, signature.args[4].bitwidth // 8, 1, 1)
         source, step, out, across = args[:4]
-        rows = [tile.load(builder.add(source, builder.mul(step, _int(r * tile.size)))) for r in range(tile.lanes)]
+        rows = [tile.load(builder.add(source, builder.mul(step, whole(r * tile.size)))) for r in range(tile.lanes)]
         for r, row in enumerate(_transposed(builder, rows)):
-            at = builder.add(out, builder.mul(across, _int(r * tile.size)))
+            at = builder.add(out, builder.mul(across, whole(r * tile.size)))
             builder.store(row, tile.pointer(at, tile.vector), align=tile.size)
         return context.get_dummy_value()
 
@@ -208,7 +199,7 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-@njit(**BARE)
+@part
 def pack(weight, depth, columns, turned, packed, first, last, like):
     """Some panels of a matrix [depth, columns], or of the transpose of one [columns, depth]; what is past it is 0."""
     apart()
@@ -237,7 +228,7 @@ def pack(weight, depth, columns, turned, packed, first, last, like):
             k += 1
 
 
-@njit(**BARE)
+@part
 def project(a, rows, depth, packed, columns, c, spare, like):
     """c[rows, columns] = a[rows, depth] times a packed matrix; ``spare`` has room for one panel of STRETCH rows."""
     apart()
@@ -271,11 +262,11 @@ def _dots(typingctx: Any, a: Any, depth: Any, weight: Any, c: Any, like: Any) ->
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         tile = _Tile(builder, signature.args[4].bitwidth // 8, 1, 1)
         left, depth, weight, out = args[:4]
-        span, step = tile.lanes * tile.size, builder.mul(depth, _int(tile.size))
+        span, step = tile.lanes * tile.size, builder.mul(depth, whole(tile.size))
         zero = ir.Constant(tile.vector, [0.0] * tile.lanes)
         sums = [cgutils.alloca_once_value(builder, zero) for _ in range(tile.lanes)]
-        with cgutils.for_range(builder, builder.udiv(depth, _int(tile.lanes))) as loop:
-            off = builder.mul(loop.index, _int(span))
+        with cgutils.for_range(builder, builder.udiv(depth, whole(tile.lanes))) as loop:
+            off = builder.mul(loop.index, whole(span))
             x, at = tile.load(builder.add(left, off)), builder.add(weight, off)
             for place in sums:
                 builder.store(builder.call(tile.fma, [x, tile.load(at), builder.load(place)]), place)

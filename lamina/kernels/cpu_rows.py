@@ -1,50 +1,21 @@
-"""Rows on a CPU: activations and norms. Loops over arrays that numba turns into vector instructions.
+"""Rows on a CPU: norms, gates and their gradients, a loop each.
 
-An index is always the loop's own variable: numba looks at any other for being negative, and nothing is vectorised.
+What a loop does to one number stands beside its name; its arguments are addresses of rows, how many numbers they have,
+and numbers that hold for all of a row.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
+from numba import types
 from numba.extending import intrinsic
 
-from .cpu_matrix import BARE, FAST, apart, bytes_of
-
-LOG2E = 1.4426950408889634
-# ln 2 in two parts, the first with few digits: n times it is exact.
-LN2_HIGH, LN2_LOW = {4: 0.693359375, 8: 6.93145751953125e-1}, {4: -2.12194440e-4, 8: 1.42860682030941723212e-6}
-H4, L4, H8, L8 = LN2_HIGH[4], LN2_LOW[4], LN2_HIGH[8], LN2_LOW[8]
-
-
-@intrinsic
-def _whole(typingctx: Any, x: Any) -> Any:
-    """The nearest whole number, as a floating one."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = args[0].type
-        name = f"llvm.rint.f{signature.args[0].bitwidth}"
-        return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind]), name), args)
-
-    return x(x), codegen
-
-
-@intrinsic
-def _power_of_two(typingctx: Any, n: Any) -> Any:
-    """2^n for a whole number in range, by its bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        wide = signature.args[0].bitwidth == 64
-        whole = ir.IntType(64 if wide else 32)
-        bits = builder.add(builder.fptosi(args[0], whole), ir.Constant(whole, 1023 if wide else 127))
-        return builder.bitcast(builder.shl(bits, ir.Constant(whole, 52 if wide else 23)), args[0].type)
-
-    return n(n), codegen
+from . import cpu_vectors as v
+from .cpu_matrix import apart
+from .cpu_parts import part
+from .cpu_vectors import Lanes, loop
 
 
 @intrinsic
@@ -57,94 +28,179 @@ def constant(typingctx: Any, x: Any, like: Any) -> Any:
     return like(types.float64, like), codegen
 
 
-S2, S3, S4, S5, S6, S7 = (1 / math.factorial(k) for k in range(2, 8))
-S8, S9, S10, S11, S12, S13 = (1 / math.factorial(k) for k in range(8, 14))
+copy = loop("copy", lambda x, out: x, 2, [1])
+fill = loop("fill", lambda out, value: value, 1, [0], 1)
+plus = loop("plus", lambda x, y, out: x + y, 3, [2])
+times = loop("times", lambda x, y, out: x * y, 3, [2])
+tanh = loop("tanh", lambda x, out: v.tanh(x), 2, [1])
+relu = loop("relu", lambda x, out: v.relu(x), 2, [1])
+mixed = loop("mixed", lambda keep, old, new, out: keep * old + (1.0 - keep) * new, 4, [3])  # zoneout
+
+# Norms.
+
+total = loop("total", lambda x: x, 1, [], sums=1, at_once=4)
+_around = loop("around", lambda x, mean: ((x - mean), (x - mean) * (x - mean)), 1, [], 1, 2, 4)
+scaled = loop("scaled", lambda x, gain, bias, out: x * gain + bias, 4, [3])
+scaled_and_bias = loop("scaled_and_bias", lambda x, gain, bias, more, out: x * gain + bias + more, 5, [4])
+affine = loop("affine", lambda x, gain, bias, out, mean, rstd: (x - mean) * rstd * gain + bias, 4, [3], 2)
 
 
-@njit(**BARE, fastmath=FAST)
-def _parts_of_exp(x, like):
-    """2^n and e^r - 1, with x = n ln 2 + r: the series' terms as far as the dtype has digits."""
-    n = _whole(x * constant(LOG2E, like))
-    if bytes_of(like) == 4:
-        r = (x - n * constant(H4, like)) - n * constant(L4, like)
-        p = r * (constant(S6, like) + r * constant(S7, like))
-    else:
-        r = (x - n * constant(H8, like)) - n * constant(L8, like)
-        p = r * (constant(S12, like) + r * constant(S13, like))
-        p = r * (
-            constant(S8, like) + r * (constant(S9, like) + r * (constant(S10, like) + r * (constant(S11, like) + p)))
-        )
-        p = r * (constant(S6, like) + r * (constant(S7, like) + p))
-    p = r * (constant(S2, like) + r * (constant(S3, like) + r * (constant(S4, like) + r * (constant(S5, like) + p))))
-    return _power_of_two(n), r + r * p
-
-
-@njit(**BARE, fastmath=FAST)
-def sigmoid(x, like):
-    one, most = constant(1.0, like), constant(87.0 if bytes_of(like) == 4 else 708.0, like)
-    scale, rest = _parts_of_exp(min(max(-x, -most), most), like)
-    return one / (one + scale + scale * rest)
-
-
-@njit(**BARE, fastmath=FAST)
-def tanh(x, like):
-    """By e^2x - 1, which has all its digits where x is small."""
-    one, two, most = constant(1.0, like), constant(2.0, like), constant(44.0, like)
-    scale, rest = _parts_of_exp(min(max(two * x, -most), most), like)
-    up = (scale - one) + scale * rest
-    return up / (up + two)
-
-
-@njit(**BARE, fastmath=FAST)
-def mean_and_inverse(x, eps, std, like):
-    """The mean of a row and 1/deviation; 0 for the latter where that is not finite, as the reference has it.
+@part
+def moments(x, count, total, eps, std, like):
+    """The mean of a row of that total and 1/deviation; 0 for the latter where that is not finite, as the reference.
 
     What rounding left in the mean is taken out again: a constant row has deviation 0.
     """
     apart()
-    count = constant(float(len(x)), like)
-    total = like
-    for j in range(len(x)):
-        total += x[j]
-    mean = total / count
-    rest, squares = like, like
-    for j in range(len(x)):
-        away = x[j] - mean
-        rest += away
-        squares += away * away
-    rest /= count
-    var = max(squares / count - rest * rest, like)
-    return mean + rest, inverse_deviation(var, eps, std, like)
-
-
-@njit(**BARE)
-def inverse_deviation(var, eps, std, like):
-    one = constant(1.0, like)
+    mean = total / constant(float(count), like)
+    rest, squares = _around(x, count, mean, like)
+    rest /= constant(float(count), like)
+    var = max(squares / constant(float(count), like) - rest * rest, like)
     deviation = np.sqrt(var) + eps if std else np.sqrt(var + eps)
     if deviation > like and deviation < constant(np.inf, like):
-        return one / deviation
-    return var * like  # 0, or NaN
+        return mean + rest, constant(1.0, like) / deviation
+    return mean + rest, var * like  # 0, or NaN
 
 
-@njit(**BARE)
-def correction(rstd, eps, std, like):
-    """What the norm's projection term is multiplied by: 1, or (s + eps)/s when eps was added to s itself."""
-    one = constant(1.0, like)
-    if not std:
-        return one
-    apart = one - eps * rstd
-    return one / apart if rstd > like and apart > like else like
+@part
+def slopes(total, along, count, rstd, eps, std, like):
+    """mean(d) and mean(d x^) of the norm's gradient rstd (d - mean(d) - x^ mean(d x^)), from their sums.
+
+    Where eps was added to s itself, the second is multiplied by (s + eps)/s.
+    """
+    n, one = constant(float(count), like), constant(1.0, like)
+    level, slope = total / n, along / n
+    if std:
+        share = one - eps * rstd
+        slope = slope / share if rstd > like and share > like else like
+    return level, slope
 
 
-@njit(**BARE, fastmath=FAST)
-def through_norm(d, normed, rstd, eps, std, like):
-    """In place: d to the normalised row becomes d to the row, rstd (d - mean(d) - x^ mean(d x^))."""
-    apart()
-    count = constant(float(len(d)), like)
-    total, along = like, like
-    for j in range(len(d)):
-        total += d[j]
-        along += d[j] * normed[j]
-    mean, slope = total / count, along / count * correction(rstd, eps, std, like)
-    for j in range(len(d)):
-        d[j] = rstd * (d[j] - mean - normed[j] * slope)
+def _side(x: Lanes, gain: Lanes, bias: Lanes, mean: Lanes, rstd: Lanes) -> tuple[Lanes, Lanes]:
+    """A normalised side, and its x^."""
+    normed = (x - mean) * rstd
+    return normed * gain + bias, normed
+
+
+def _with_bias(z, gain, bias, more, a, xhat, mean, rstd):
+    out, normed = _side(z, gain, bias, mean, rstd)
+    return out + more, normed
+
+
+def _two_sides(z, gain, bias, x, gain_x, bias_x, a, xhat, mean, rstd, mean_x, rstd_x):
+    out, normed = _side(z, gain, bias, mean, rstd)
+    return out + _side(x, gain_x, bias_x, mean_x, rstd_x)[0], normed
+
+
+def _two_sides_again(y, gain, bias, x, gain_x, bias_x, a, mean_x, rstd_x):
+    return y * gain + bias + _side(x, gain_x, bias_x, mean_x, rstd_x)[0]
+
+
+side = loop("side", lambda z, gain, bias, a, xhat, mean, rstd: _side(z, gain, bias, mean, rstd), 5, [3, 4], 2)
+side_and_bias = loop("side_and_bias", _with_bias, 6, [4, 5], 2)
+sides = loop("sides", _two_sides, 8, [6, 7], 4)
+sides_again = loop("sides_again", _two_sides_again, 7, [6], 2)
+
+# Cells. Divisions are as dear as eight products: two sigmoids or a tanh beside one share theirs.
+
+
+def _lstm_cell(i, f, g, old, c):
+    up, down = v.tanh_parts(g)
+    new = v.sigmoid(f) * old + up / (v.one_plus_exp(i) * down)
+    return new, new
+
+
+def _lstm_output(o: Lanes, c: Lanes) -> Lanes:
+    up, down = v.tanh_parts(c)
+    return up / (v.one_plus_exp(o) * down)
+
+
+def _gru(r, z, n, hidden, old, h):
+    keep = v.sigmoid(z)
+    return (1.0 - keep) * v.tanh(n + v.sigmoid(r) * hidden) + keep * old
+
+
+def _dreamer(r, u, n, old, h):
+    keep = v.sigmoid(1.0 - u)
+    return (1.0 - keep) * v.tanh(v.sigmoid(r) * n) + keep * old
+
+
+lstm_cell = loop("lstm_cell", _lstm_cell, 5, [4], sums=1)
+lstm_output = loop("lstm_output", lambda o, c, h: _lstm_output(o, c), 3, [2])
+lstm_normed_output = loop(
+    "lstm_normed_output",
+    lambda o, c, gain, bias, h, mean, rstd: _lstm_output(o, _side(c, gain, bias, mean, rstd)[0]), 5, [4], 2,
+)  # fmt: skip
+gru = loop("gru", _gru, 6, [5])
+dreamer = loop("dreamer", _dreamer, 5, [4])
+
+# Backward. Summed inputs become gradients, in place.
+
+
+def _lstm_again(i, f, g, o, old, c):
+    i, f, g, o = v.sigmoid(i), v.sigmoid(f), v.tanh(g), v.sigmoid(o)
+    c = f * old + i * g
+    return i, f, g, o, c, c
+
+
+def _through_output(o: Lanes, seen: Lanes, dh: Lanes) -> tuple[Lanes, Lanes]:
+    seen = v.tanh(seen)
+    return dh * seen * o * (1.0 - o), dh * o * (1.0 - seen * seen)
+
+
+def _through_normed_output(o, c, gain, bias, dh, d, to_bias, to_gain, *more):
+    """With the gradients of the cell norm's gain and bias; ``more``: the later c's where c is carried normalised."""
+    *later, mean, rstd = more
+    seen, normed = _side(c, gain, bias, mean, rstd)
+    d_o, d_seen = _through_output(o, seen, dh)
+    d_seen = d_seen + later[0] if later else d_seen
+    d = d_seen * gain
+    return d_o, d, to_bias + d_seen, to_gain + d_seen * normed, d, d * normed
+
+
+def _through_cell(i, f, g, old, d, dc):
+    d = d + dc
+    return d * g * i * (1.0 - i), d * old * f * (1.0 - f), d * i * (1.0 - g * g), d * f
+
+
+def _through_gru(r, z, n, hidden, old, dh, past):
+    r, z = v.sigmoid(r), v.sigmoid(z)
+    n = v.tanh(n + r * hidden)
+    dn = dh * (1.0 - z) * (1.0 - n * n)
+    return dn * hidden * r * (1.0 - r), dh * (old - n) * z * (1.0 - z), dn, dn * r, past + dh * z
+
+
+def _through_dreamer(r, u, n, old, dh, past):
+    r, z = v.sigmoid(r), v.sigmoid(1.0 - u)  # z falls where u rises
+    new = v.tanh(r * n)
+    dn = dh * (1.0 - z) * (1.0 - new * new)
+    return dn * n * r * (1.0 - r), dh * (new - old) * z * (1.0 - z), dn * r, past + dh * z
+
+
+def _through_tanh(a: Lanes, dh: Lanes) -> Lanes:
+    h = v.tanh(a)
+    return dh * (1.0 - h * h)
+
+
+def _gathered(d, y, gain, to_bias, to_gain, out, mean, rstd):
+    """Gradients of a bias and of the gain beside it; what goes on, and its sums for the norm."""
+    normed, on = (y - mean) * rstd, d * gain
+    return to_bias + d, to_gain + d * normed, on, on, on * normed
+
+
+lstm_again = loop("lstm_again", _lstm_again, 6, [0, 1, 2, 3, 5], sums=1)
+through_output = loop("through_output", lambda o, c, dh, d: _through_output(o, c, dh), 4, [0, 3])
+through_normed_output = loop("through_normed_output", _through_normed_output, 8, [0, 5, 6, 7], 2, 2)
+through_carried_output = loop("through_carried_output", _through_normed_output, 9, [0, 5, 6, 7], 2, 2)
+through_cell = loop("through_cell", _through_cell, 6, [0, 1, 2, 5])
+through_gru = loop("through_gru", _through_gru, 7, [0, 1, 2, 3, 6])
+through_dreamer = loop("through_dreamer", _through_dreamer, 6, [0, 1, 2, 5])
+through_tanh = loop("through_tanh", _through_tanh, 2, [0])
+through_relu = loop("through_relu", lambda a, dh: a.where(">", 0.0, dh, 0.0), 2, [0])
+through_norm = loop(
+    "through_norm",
+    lambda d, y, mean, rstd, deviation, level, slope: deviation * (d - level - (y - mean) * rstd * slope), 2, [0], 5,
+)  # fmt: skip
+gathered = loop("gathered", _gathered, 6, [3, 4, 5], 2, 2)
+passed = loop("passed", lambda d, to_bias, out: (to_bias + d, d), 3, [1, 2])
+split = loop("split", lambda keep, d, past: ((1.0 - keep) * d, past + keep * d), 3, [1, 2])  # zoneout

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..reference import Recurrence
 from . import cpu_team, fused
 from .cpu import KINDS, NAMES, Call, packed
+from .cpu_fields import PLACES
 from .cpu_target import STRETCH, panel_width
 from .forms import setting_of
 
@@ -25,7 +26,7 @@ class Step:
         x, weight_ih, weight_hh = call.input, by_name["weight_ih"], by_name["weight_hh"]
         if weight_ih is None or weight_hh is None:
             raise TypeError("a recurrence needs its matrices, got None.")
-        self.job, batch, lstm = Call(setting_of(call), by_name, extras), x.shape[1], call.cell == "LSTM"
+        self.job, batch, lstm = Call(setting_of(call, "cpu"), by_name, extras), x.shape[1], call.cell == "LSTM"
         job, (width, hidden) = self.job, weight_hh.shape
         self.hist = torch.zeros(2, batch, hidden, dtype=x.dtype)  # before and after
         self.c = torch.zeros(batch, hidden, dtype=x.dtype)
@@ -39,12 +40,13 @@ class Step:
         if batch > 1:
             job.set(packed_x=packed(weight_ih, True))
         self.output = self.hist[1]
-        self.place, self.address = job.places["left"], ctypes.addressof(job.numbers)
+        self.numbers, self.address = job.numbers, ctypes.addressof(job.numbers)
+        self.left, self.out = PLACES["left"], PLACES["out"]
         self.kernel = cpu_team.entry(f"forward_{KINDS[x.dtype]}")[1]
 
     def read(self, left: int) -> None:
         """Where its input [B, D] lies from now on."""
-        self.job.numbers[self.place] = left
+        self.numbers[self.left] = left
 
     def state(self) -> tuple[Tensor, ...]:
         """h, and c of an LSTM."""

@@ -1,8 +1,7 @@
 """What the CPU can do, as numba will compile for it, and where compiled code is kept.
 
-numba's own cache looks at one source file and the CPU. Kernels here are made of several files and of constants, so all
-of them, the versions and the CPU name a folder of their own: what lies there was made from exactly this, for exactly
-this machine.
+Kernels are made of several files and of constants: all of them, the versions and the CPU name a folder of their own.
+What lies there was made from exactly this, for exactly this machine.
 """
 
 from __future__ import annotations
@@ -11,25 +10,26 @@ import hashlib
 import os
 import platform
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 VECTORS = 2  # of a panel of a packed matrix
 STRETCH = 128  # rows of a product that many rows are cut into: they stay in the second cache
-SOURCES = ("cpu_target.py", "cpu_matrix.py", "cpu_rows.py", "cpu_sequence.py")
+SOURCES = (
+    "cpu_target.py", "cpu_parts.py", "cpu_matrix.py", "cpu_vectors.py", "cpu_rows.py", "cpu_fields.py", "cpu_call.py",
+    "cpu_forward.py", "cpu_backward.py", "cpu_sequence.py",
+)  # fmt: skip
 
 
 @cache
 def features() -> tuple[str, str]:
     """Name and features of the CPU that code is made for; NUMBA_CPU_NAME and NUMBA_CPU_FEATURES may restrict them."""
     from llvmlite import binding
-    from numba.core import config
 
-    if config.CPU_NAME not in (None, "", "host"):
-        return config.CPU_NAME, config.CPU_FEATURES or ""
-    asked = config.CPU_FEATURES
+    name, asked = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
+    if name not in (None, "", "host"):
+        return str(name), asked or ""
     return binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten() if asked is None else asked
 
 
@@ -48,10 +48,7 @@ def panel_width(size: int) -> int:
 @cache
 def digest() -> str:
     """Of everything that compiled code depends on."""
-    import llvmlite
-    import numba
-
-    parts = [*features(), platform.python_version(), numba.__version__, llvmlite.__version__]
+    parts = [*features(), platform.python_version(), *(metadata.version(name) for name in ("numba", "llvmlite"))]
     here = Path(__file__).parent
     sources = [(here / name).read_bytes() for name in SOURCES if (here / name).exists()]
     return hashlib.sha256(b"\0".join([*(p.encode() for p in parts), *sources])).hexdigest()[:20]
@@ -68,16 +65,3 @@ def folder() -> Path:
             return place
     except OSError:
         return Path(tempfile.mkdtemp(prefix="lamina-"))
-
-
-@contextmanager
-def cached() -> Iterator[None]:
-    """What numba decorates in here keeps its code in ``folder``."""
-    from numba.core import config
-
-    before = config.CACHE_DIR
-    config.CACHE_DIR = str(folder())
-    try:
-        yield
-    finally:
-        config.CACHE_DIR = before

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from . import cpu_target
+from . import cpu_code
 
-_KEPT: list[Any] = []  # compiled code goes when its object does
 _forked = False  # the team of a parent is not there in a forked child, and waiting for it would be for ever
 
 
@@ -51,37 +50,9 @@ def threads() -> int:
 
 
 @cache
-def kernels() -> Any:
-    """The compiled entries; numba is imported here and not before."""
-    from llvmlite import binding
-
-    found = library()
-    for name, function in (
-        ("lamina_thread", _alone if found is None else found.omp_get_thread_num),
-        ("lamina_meet", _alone if found is None else found.GOMP_barrier),
-    ):
-        binding.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
-    with cpu_target.cached():
-        from . import cpu_sequence
-    return cpu_sequence
-
-
-@cache
-def places() -> dict[str, int]:
-    """Where each number of a call stands."""
-    return {name: at for at, name in enumerate(kernels().FIELDS)}
-
-
-_alone = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
-
-
-@cache
 def entry(name: str) -> tuple[int, Callable[[int], None]]:
     """A kernel's address, and the kernel for one thread."""
-    made = kernels()
-    with cpu_target.cached():
-        _KEPT.append(made.compiled(name))
-    address = _KEPT[-1].address
+    address = cpu_code.address(name)
     return address, ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
 
 

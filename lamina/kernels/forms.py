@@ -90,10 +90,11 @@ class Setting:
         return PLAIN if self.norm == "none" else PLACEMENTS[self.cell][self.placement]
 
 
-def setting_of(call: Recurrence) -> Setting:
+def setting_of(call: Recurrence, path: str = "") -> Setting:
     """The setting of a call whose norm is "layer" or none; weight norm is taken before the kernels."""
     norm = "layer" if call.norm == "layer" else "none"
-    factors = "half" if halves(call.weights.weight_hh.dtype, call.nonlinearity) else "same"
+    half = path != "cpu" and halves(call.weights.weight_hh.dtype, call.nonlinearity)
+    factors = "half" if half else "same"
     return Setting(call.cell, norm, call.placement.name, call.eps, call.eps_mode, call.nonlinearity, factors)
 
 

@@ -43,10 +43,13 @@ def run(call: Recurrence, path: str) -> SequenceResult:
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if torch.compiler.is_compiling():
         names, given = _named(tensors, extras)
-        hist, h_n, c_n, *_ = _sequence(given, names, *setting_of(call).encode(), path, keep)
+        hist, h_n, c_n, *_ = _sequence(given, names, *setting_of(call, path).encode(), path, keep)
+        output = hist[1:]
+    elif path == "cpu" and not keep:  # an autograd function would cost a short sequence a twentieth of its time
+        hist, h_n, c_n = cpu.forward(setting_of(call, path), tensors, extras, False)
         output = hist[1:]
     else:
-        output, h_n, c_n = _Sequence.apply(setting_of(call), path, keep, *tensors, *extras)  # type: ignore[no-untyped-call]
+        output, h_n, c_n = _Sequence.apply(setting_of(call, path), path, keep, *tensors, *extras)  # type: ignore[no-untyped-call]
     if valid is not None:
         output = _zero_unless(valid, output)
     if call.reverse:
@@ -245,11 +248,17 @@ class _Sequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, setting: Setting, path: str, keep: bool, *given: Tensor | None) -> tuple[Tensor, ...]:
         tensors, extras = given[:COUNT], given[COUNT:]
-        ctx.setting, ctx.path = setting, path
-        ctx.lease = passes.lease(setting, path, keep, tensors, extras, _forward)
+        ctx.setting, ctx.path, ctx.lease, ctx.call = setting, path, None, None
         kept: list[Tensor] = []
+        if path == "cpu":
+            ctx.call = cpu.prepared(setting, tensors, extras)
+        else:
+            ctx.lease = passes.lease(setting, path, keep, tensors, extras, _forward)
         if ctx.lease is not None:
             output, h_n, c_n = ctx.lease.space.walk(tensors)
+        elif ctx.call is not None:
+            hist, h_n, c_n, *kept = cpu.forward(setting, tensors, extras, keep, ctx.call)
+            output, kept = hist[1:], [hist, *kept]
         else:
             hist, h_n, c_n, *kept = _forward(setting, path, tensors, extras, keep)
             output, kept = hist[1:], [hist, *kept]
@@ -273,6 +282,8 @@ class _Sequence(torch.autograd.Function):
             found = _differentiable_gradients(ctx.setting, tensors, extras, grads, needed)
         elif ctx.lease is not None:
             found = ctx.lease.space.walk_back(tensors, grads, needed[:COUNT], _backward)
+        elif ctx.call is not None:
+            found = cpu.backward(ctx.setting, tensors, extras, kept, grads, needed, ctx.call)
         else:
             found = list(map(formed, _backward(ctx.setting, ctx.path, tensors, extras, kept, grads, needed)))
         return None, None, None, *found, *(None for _ in extras)

@@ -1,0 +1,215 @@
+"""Backward on a CPU: the same rows, from the last step to the first.
+
+Activations are made anew from what forward kept: W_x x as the product left it, and x^ of the recurrent product.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import cpu_rows as rows
+from .cpu_call import DREAMER, GRU, LSTM, NOTES, NOWHERE, ON_SUM, call_at, is_over, norms, old_state, share_of
+from .cpu_matrix import apart, bytes_of, numbers, product, row_times
+from .cpu_parts import meet, part
+from .cpu_rows import moments, slopes
+
+
+@part
+def _lstm_back(p, a, dh, dc, c_old, seen, share, like):
+    """The gates' summed inputs in ``a`` become their gradients, dc the old c's; dh is that of h."""
+    apart()
+    size, H = bytes_of(like), p.hidden
+    step = H * size
+    i, f, g, o, c, d = a, a + step, a + 2 * step, a + 3 * step, seen, seen + step
+    total = rows.lstm_again(i, f, g, o, c_old, c, H, like)
+    if not p.cell_norm:
+        rows.through_output(o, c, dh, d, H, like)
+        rows.through_cell(i, f, g, c_old, d, dc, H, like)
+        return
+    eps, std = numbers(p.eps, 1, like)[0], p.std != 0
+    mean, rstd = moments(c, H, total, eps, std, like)
+    gain, bias, to_bias = p.gain_cell, p.bias_cell, share + 4 * p.gates * step
+    if p.carry:
+        sums = rows.through_carried_output(o, c, gain, bias, dh, d, to_bias, to_bias + step, dc, H, mean, rstd, like)
+        rows.fill(dc, H, like, like)
+    else:
+        sums = rows.through_normed_output(o, c, gain, bias, dh, d, to_bias, to_bias + step, H, mean, rstd, like)
+    level, slope = slopes(sums[0], sums[1], H, rstd, eps, std, like)
+    rows.through_norm(d, c, H, mean, rstd, rstd, level, slope, like)
+    rows.through_cell(i, f, g, c_old, d, dc, H, like)
+
+
+@part
+def _through_side(p, d, candidate, y, gain, groups, sizes, given, rstds, share, out, like):
+    """Gradients of a normalised side, where those of a GRU's candidate lie apart, to those of its product.
+
+    ``given``: mean and 1/deviation by which y becomes x^, two numbers a gate; ``rstds``: of each group, 0: as given.
+    """
+    apart()
+    size, H = bytes_of(like), p.hidden
+    span, gate = p.gates * H * size, 0
+    eps, std, counts = numbers(p.eps, 1, like)[0], p.std != 0, numbers(sizes, groups, np.int64(0))
+    known = numbers(given, 2 * p.gates, like)
+    for group in range(groups):
+        begin, along, total = gate * H * size, like, like
+        mean, rstd = known[2 * gate], known[2 * gate + 1]
+        for _ in range(counts[group]):
+            off, source = gate * H * size, d + gate * H * size
+            if p.cell == GRU and gate == 2:
+                source = candidate
+            sums = rows.gathered(source, y + off, gain + off, share + off, share + span + off, out + off, H, mean,
+                                 rstd, like)  # fmt: skip
+            total, along = total + sums[0], along + sums[1]
+            gate += 1
+        deviation = rstd if rstds == 0 else numbers(rstds, groups, like)[group]
+        level, slope = slopes(total, along, counts[group] * H, deviation, eps, std, like)
+        rows.through_norm(out + begin, y + begin, counts[group] * H, mean, rstd, deviation, level, slope, like)
+
+
+@part
+def _passed(p, d, candidate, share, out, like):
+    """The same where there is no norm."""
+    apart()
+    size, H = bytes_of(like), p.hidden
+    for gate in range(p.gates):
+        off, source = gate * H * size, d + gate * H * size
+        if p.cell == GRU and gate == 2:
+            source = candidate
+        rows.passed(source, share + off, out + off, H, like)
+
+
+@part
+def _through_norms(p, t, b, d, candidate, notes, d_raw, d_summed, share, like):
+    """Gradients of the summed inputs to those of the products, and to gains and biases.
+
+    ``candidate``: that of the recurrent side of a GRU's candidate; the input's side is in ``d``.
+    """
+    apart()
+    size, W = bytes_of(like), p.gates * p.hidden
+    xhat, x = p.xhat + t * p.xhat_step + b * W * size, p.summed + (t * p.batch + b) * W * size
+    if p.site == NOWHERE:
+        _passed(p, d, candidate, share, d_raw, like)
+    else:
+        rstds = p.rstd + (t * p.batch + b) * p.groups * size
+        kept = notes + NOTES // 2 * size  # x^ is there: mean 0, deviation 1
+        norms(p, xhat, np.int64(0), p.sizes, kept, like)
+        _through_side(p, d, candidate, xhat, p.gain, p.groups, p.sizes, kept, rstds, share, d_raw, like)
+    candidate = d + 2 * p.hidden * size
+    if p.site == ON_SUM:
+        rows.copy(d_raw, d_summed, W, like)
+    elif p.norm_x:
+        there, none = share + 2 * W * size, np.int64(0)
+        _through_side(p, d, candidate, x, p.gain_x, p.groups_x, p.sizes_x, notes, none, there, d_summed, like)
+    else:
+        _passed(p, d, candidate, share + 2 * W * size, d_summed, like)
+
+
+@part
+def _sides_again(p, t, b, a, ah, notes, like):
+    """As ``_sides``, from x^ as it was kept."""
+    apart()
+    size, H = bytes_of(like), p.hidden
+    W = p.gates * H
+    x, xhat = p.summed + (t * p.batch + b) * W * size, p.xhat + t * p.xhat_step + b * W * size
+    norms(p, x, p.groups_x, p.sizes_x, notes, like)
+    of_x = numbers(notes, 2 * p.gates, like)
+    for gate in range(p.gates):
+        off = gate * H * size
+        y, gain, bias, out = xhat + off, p.gain + off, p.bias + off, a + off
+        if p.cell == GRU and gate == 2:
+            rows.scaled(y, gain, bias, ah, H, like)
+            if p.site == ON_SUM:
+                rows.copy(p.bias_x + off, out, H, like)
+            else:
+                rows.affine(x + off, p.gain_x + off, p.bias_x + off, out, H, of_x[2 * gate], of_x[2 * gate + 1], like)
+        elif p.site == ON_SUM:
+            rows.scaled_and_bias(y, gain, bias, p.bias_x + off, out, H, like)
+        else:
+            rows.sides_again(y, gain, bias, x + off, p.gain_x + off, p.bias_x + off, out, H, of_x[2 * gate],
+                             of_x[2 * gate + 1], like)  # fmt: skip
+
+
+@part
+def _backward_row(p, t, b, scratch, share, like):
+    """dh and dc of a row's state after step t become, but for the product, those of its state before."""
+    size, H, B = bytes_of(like), p.hidden, p.batch
+    W, row = p.gates * H, b * H * size
+    at = ((t - p.begin) * B + b) * W * size
+    d_raw, d_summed, dh, dc, past = p.d_raw + at, p.d_summed + at, p.dh + row, p.dc + row, p.past + row
+    if p.d_out != 0:
+        rows.plus(dh, p.d_out + (t * B + b) * H * size, dh, H, like)
+    if is_over(p, t, b):
+        rows.copy(dh, past, H, like)
+        rows.fill(d_raw, W, like, like)
+        rows.fill(d_summed, W, like, like)
+        return
+    rows.fill(past, H, like, like)
+    a = scratch + NOTES * size
+    ah, seen, past_c = a + W * size, a + (W + H) * size, a + (W + 3 * H) * size
+    if p.keep_h != 0:
+        rows.split(p.keep_h + t * p.keep_h_t + b * p.keep_h_b, dh, past, H, like)
+    _sides_again(p, t, b, a, ah, scratch, like)
+    h_old = old_state(p, p.hist, t, b, like)
+    if p.cell == LSTM:
+        if p.keep_c != 0:
+            rows.fill(past_c, H, like, like)
+            rows.split(p.keep_c + t * p.keep_c_t + b * p.keep_c_b, dc, past_c, H, like)
+        _lstm_back(p, a, dh, dc, old_state(p, p.c_hist, t, b, like), seen, share, like)
+        if p.keep_c != 0:
+            rows.plus(dc, past_c, dc, H, like)
+    elif p.cell == GRU:
+        rows.through_gru(a, a + H * size, a + 2 * H * size, ah, h_old, dh, past, H, like)
+    elif p.cell == DREAMER:
+        rows.through_dreamer(a, a + H * size, a + 2 * H * size, h_old, dh, past, H, like)
+    elif p.relu:
+        rows.through_relu(a, dh, H, like)
+    else:
+        rows.through_tanh(a, dh, H, like)
+    _through_norms(p, t, b, a, ah, scratch, d_raw, d_summed, share, like)
+
+
+@part
+def _arrived(p, t, b, like):
+    """dh of the state before a step: through the product, dropped units aside, and past it."""
+    size, H = bytes_of(like), p.hidden
+    row, through = b * H * size, p.z + b * p.z_row * size
+    dh, dc = p.dh + row, p.dc + row
+    if p.drop != 0:
+        rows.times(through, p.drop + row, through, H, like)
+    rows.plus(through, p.past + row, dh, H, like)
+    if p.resets != 0 and numbers(p.resets, (t + 1) * p.batch, np.uint8(0))[t * p.batch + b]:
+        rows.plus(p.first_h + row, dh, p.first_h + row, H, like)
+        rows.fill(dh, H, like, like)
+        if p.cell == LSTM:
+            rows.plus(p.first_c + row, dc, p.first_c + row, H, like)
+            rows.fill(dc, H, like, like)
+
+
+@part
+def backward_rows(address, thread, like):
+    """The same rows from step end - 1 down to begin."""
+    p, size = call_at(address), bytes_of(like)
+    H, scratch = p.hidden, p.scratch + thread * p.scratch_size * size
+    W, begin, end = p.gates * H, np.int64(0), H
+    first, last = share_of(p.batch, thread, p.threads)
+    if p.shared:
+        begin, end = share_of(H, thread, p.threads)
+        first, last = 0, p.batch if thread == 0 else 0
+    share = p.shares + thread * (4 * p.gates + 2) * H * size
+    for back in range(p.end - p.begin):
+        t = p.end - 1 - back
+        for b in range(first, last):
+            _backward_row(p, t, b, scratch, share, like)
+        left, out = p.d_raw + (t - p.begin) * p.batch * W * size, p.z
+        if p.packed == 0:
+            if p.shared:
+                meet()
+            for b in range(first, p.batch if p.shared else last):
+                row_times(left + b * W * size, W, p.weight, H, begin, end, out + b * p.z_row * size, like)
+            if p.shared:
+                meet()
+        else:
+            at = out + first * p.z_row * size
+            product(left + first * W * size, W, last - first, W, p.packed, p.panels, at, p.z_row, like)
+        for b in range(first, last):
+            _arrived(p, t, b, like)

@@ -1,0 +1,74 @@
+"""What a call of the CPU's kernels is about, and what forward and backward have in common.
+
+It travels as one array of whole numbers, in the order of ``cpu_fields``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import from_dtype, types
+from numba.extending import intrinsic
+
+from . import cpu_rows as rows
+from .cpu_fields import FIELDS
+from .cpu_matrix import apart, bytes_of, numbers
+from .cpu_parts import part
+from .cpu_rows import constant, moments
+
+RNN, LSTM, GRU, DREAMER = range(4)
+NOWHERE, ON_HH, ON_SUM = range(3)
+NOTES = 64  # numbers at the start of a thread's scratch: for each gate mean and 1/deviation of its two sides
+
+
+@intrinsic
+def call_at(typingctx: Any, address: Any) -> Any:
+    """The call whose numbers lie there: p.batch and so on."""
+    record = from_dtype(np.dtype([(name, np.int64) for name in FIELDS]))
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(record))
+
+    return record(types.int64), codegen
+
+
+@part
+def norms(p, x, groups, sizes, out, like):
+    """Mean and 1/deviation of every gate's group, two numbers a gate; without a norm 0 and 1."""
+    apart()
+    size, H = bytes_of(like), p.hidden
+    found, counts = numbers(out, 2 * p.gates, like), numbers(sizes, groups, np.int64(0))
+    eps, std, gate = numbers(p.eps, 1, like)[0], p.std != 0, 0
+    for group in range(groups):
+        span = counts[group] * H
+        mean, rstd = moments(x + gate * H * size, span, rows.total(x + gate * H * size, span, like), eps, std, like)
+        for _ in range(counts[group]):
+            found[2 * gate], found[2 * gate + 1] = mean, rstd
+            gate += 1
+    while gate < p.gates:
+        found[2 * gate], found[2 * gate + 1] = like, constant(1.0, like)
+        gate += 1
+
+
+@part
+def old_state(p, place, t, b, like):
+    """Where a row's state before step t is: in the history, or the first one if it starts anew."""
+    size = bytes_of(like)
+    row = b * p.hidden * size
+    if p.resets != 0 and numbers(p.resets, (t + 1) * p.batch, np.uint8(0))[t * p.batch + b]:
+        t = 0
+    return place + t * p.batch * p.hidden * size + row
+
+
+@part
+def is_over(p, t, b):
+    """Whether a row's sequence has ended before step t."""
+    return p.lengths != 0 and t >= numbers(p.lengths, p.batch, np.int64(0))[b]
+
+
+@part
+def share_of(count, thread, threads):
+    """A thread's part of so many, in fours."""
+    each = (count + 4 * threads - 1) // (4 * threads) * 4 if count > threads else 1
+    return min(count, thread * each), min(count, (thread + 1) * each)

@@ -1,0 +1,110 @@
+"""Compiled kernels: read from their folder, or compiled now and put there.
+
+Machine code alone is kept, and loaded without numba, whose import and own cache take longer than a warm start may.
+A file says what it must find in the process and carries its digest: one that is cut off or altered is made anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from . import cpu_target
+
+_lock = threading.RLock()
+_KEPT: list[Any] = []  # engines: code goes when they do
+_stub = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+
+
+@dataclass(frozen=True)
+class Code:
+    """Machine code, the name of its entry and those of what it refers to."""
+
+    entry: str
+    needs: Sequence[str]
+    code: bytes
+
+    def to_bytes(self) -> bytes:
+        told = {**asdict(self), "code": hashlib.sha256(self.code).hexdigest()}
+        return json.dumps(told).encode() + b"\n" + self.code
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Code | None:
+        """None where it is not whole."""
+        head, _, code = data.partition(b"\n")
+        try:
+            told = json.loads(head)
+        except ValueError:
+            return None
+        whole = isinstance(told, dict) and told.get("code") == hashlib.sha256(code).hexdigest()
+        return Code(told["entry"], told["needs"], code) if whole else None
+
+
+@cache
+def address(name: str) -> int:
+    """Of a kernel's entry."""
+    with _lock:
+        _ready()
+        place = cpu_target.folder() / f"{name}.code"
+        found = Code.from_bytes(place.read_bytes()) if place.exists() else None
+        if found is None:
+            found = _compiled(name)
+            _write(place, found.to_bytes())
+        return _loaded(found)
+
+
+def _compiled(name: str) -> Code:
+    from . import cpu_sequence
+
+    return cpu_sequence.compiled(name)
+
+
+def _write(place: Path, data: bytes) -> None:
+    """Whole or not at all; several processes may do so at once."""
+    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+        file.write(data)
+    os.replace(file.name, place)
+
+
+def _loaded(found: Code) -> int:
+    """In an engine of its own: no code meets another's names."""
+    from llvmlite import binding
+
+    for name in found.needs:
+        if binding.address_of_symbol(name) is None:  # of numba's errors, which these kernels never make
+            _symbol(name, _stub)
+    machine = binding.Target.from_default_triple().create_target_machine()
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+    engine.add_object_file(binding.ObjectFileRef.from_data(found.code))
+    engine.finalize_object()
+    _KEPT.append(engine)
+    return int(engine.get_function_address(found.entry))
+
+
+@cache
+def _ready() -> None:
+    """LLVM, and what kernels know of their team."""
+    from llvmlite import binding
+
+    from . import cpu_team
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    team = cpu_team.library()
+    _symbol("lamina_thread", _stub if team is None else team.omp_get_thread_num)
+    _symbol("lamina_meet", _stub if team is None else team.GOMP_barrier)
+
+
+def _symbol(name: str, function: Any) -> None:
+    from llvmlite import binding
+
+    binding.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)

@@ -1,0 +1,26 @@
+"""The numbers of a call of the CPU's kernels, all of 64 bits: sizes, flags and addresses."""
+
+from __future__ import annotations
+
+FIELDS = (
+    "steps", "batch", "hidden", "gates", "cell", "site", "cell_norm", "carry", "relu", "std", "eps",
+    "norm_x", "groups", "sizes",  # of the product's norm: how many groups, gates of each
+    "groups_x", "sizes_x",
+    "begin", "end",  # the steps of this call; backward walks from end - 1 down to begin
+    "summed",  # [T, B, W]: W_x x
+    "hist", "c_hist", "c_step",  # [T+1, B, H]; c_step: bytes from one step's c to the next's, 0: one place for all
+    "xhat", "xhat_step", "rstd",  # [T, B, W], [T, B, groups]; xhat_step as c_step
+    "gain", "bias", "gain_x", "bias_x", "gain_cell", "bias_cell",
+    "lengths", "resets", "drop", "keep_h", "keep_h_t", "keep_h_b", "keep_c", "keep_c_t", "keep_c_b",  # 0: none
+    "weight", "packed", "panels",  # of the product: as it is (one row) or packed
+    "z", "z_row",  # where a product goes, [B, z_row]
+    "operand",  # [B, H] for h' where it is not the history's
+    "scratch", "scratch_size",  # of each thread, in numbers
+    "d_out", "dh", "dc", "first_h", "first_c", "past",  # [T, B, H], then [B, H]
+    "d_raw", "d_summed",  # [steps of this call, B, W]
+    "shares",  # [threads, 4 W + 2 H]: gradients of bias, gain, bias_x, gain_x, bias_cell, gain_cell
+    "threads", "shared",  # shared: threads take columns of a product, and the first of them all rows
+    "left", "rows", "depth", "columns", "turned", "out",  # of a product with many rows, and of packing
+    "weight_x", "packed_x",  # of a stream, whose input [B, D] is ``left``, its output ``out``: products are made here
+)  # fmt: skip
+PLACES = {name: at for at, name in enumerate(FIELDS)}

@@ -1,0 +1,172 @@
+"""Forward on a CPU: every step of some rows of the batch.
+
+Threads take rows of the batch and never wait for each other; for one row they share the columns of the product, and
+meet before and after it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import cpu_rows as rows
+from .cpu_call import DREAMER, GRU, LSTM, NOTES, ON_SUM, call_at, is_over, norms, old_state, share_of
+from .cpu_matrix import apart, bytes_of, numbers, product, project, row_times_transpose
+from .cpu_parts import meet, part
+from .cpu_rows import moments
+
+
+@part
+def _keep_deviations(p, t, b, notes, like):
+    """For backward, one of each group."""
+    kept, counts = numbers(p.rstd, (t + 1) * p.batch * p.groups, like), numbers(p.sizes, p.groups, np.int64(0))
+    found, gate = numbers(notes, 2 * p.gates, like), 0
+    for group in range(p.groups):
+        kept[(t * p.batch + b) * p.groups + group] = found[2 * gate + 1]
+        gate += counts[group]
+
+
+@part
+def _sides(p, t, b, z, a, ah, spare, notes, like):
+    """A gate's two sides, each normalised, added up in ``a``; a GRU's candidate has its recurrent side in ``ah``.
+
+    x^ of the recurrent side stays for backward, or goes to ``spare``.
+    """
+    apart()
+    size, H = bytes_of(like), p.hidden
+    W = p.gates * H
+    x, xhat = p.summed + (t * p.batch + b) * W * size, spare
+    if p.xhat_step != 0:
+        xhat = p.xhat + t * p.xhat_step + b * W * size
+    if p.site == ON_SUM:
+        rows.plus(x, z, z, W, like)
+    below = notes + NOTES // 2 * size
+    norms(p, x, p.groups_x, p.sizes_x, notes, like)
+    norms(p, z, p.groups, p.sizes, below, like)
+    if p.xhat_step != 0:
+        _keep_deviations(p, t, b, below, like)
+    of_x, of_z = numbers(notes, 2 * p.gates, like), numbers(below, 2 * p.gates, like)
+    for gate in range(p.gates):
+        off, mean, rstd = gate * H * size, of_z[2 * gate], of_z[2 * gate + 1]
+        gain, bias = p.gain + off, p.bias + off
+        gain_x, bias_x, mean_x, rstd_x = p.gain_x + off, p.bias_x + off, of_x[2 * gate], of_x[2 * gate + 1]
+        if p.cell == GRU and gate == 2:
+            rows.side(z + off, gain, bias, ah, xhat + off, H, mean, rstd, like)
+            if p.site == ON_SUM:
+                rows.copy(bias_x, a + off, H, like)
+            else:
+                rows.affine(x + off, gain_x, bias_x, a + off, H, mean_x, rstd_x, like)
+        elif p.site == ON_SUM:
+            rows.side_and_bias(z + off, gain, bias, bias_x, a + off, xhat + off, H, mean, rstd, like)
+        else:
+            rows.sides(z + off, gain, bias, x + off, gain_x, bias_x, a + off, xhat + off, H, mean, rstd, mean_x, rstd_x,
+                       like)  # fmt: skip
+
+
+@part
+def _lstm(p, a, c_old, c, h, like):
+    """From the summed inputs of the gates to c and h."""
+    apart()
+    size, H = bytes_of(like), p.hidden
+    step = H * size
+    total = rows.lstm_cell(a, a + step, a + 2 * step, c_old, c, H, like)
+    if not p.cell_norm:
+        rows.lstm_output(a + 3 * step, c, h, H, like)
+        return
+    mean, rstd = moments(c, H, total, numbers(p.eps, 1, like)[0], p.std != 0, like)
+    if p.carry:
+        rows.affine(c, p.gain_cell, p.bias_cell, c, H, mean, rstd, like)
+        rows.lstm_output(a + 3 * step, c, h, H, like)
+    else:
+        rows.lstm_normed_output(a + 3 * step, c, p.gain_cell, p.bias_cell, h, H, mean, rstd, like)
+
+
+@part
+def _forward_row(p, t, b, scratch, like):
+    size, H = bytes_of(like), p.hidden
+    W, row, plane = p.gates * H, b * H * size, p.batch * H * size
+    h_old, h_new = old_state(p, p.hist, t, b, like), p.hist + (t + 1) * plane + row
+    c_old, c_new = h_old, h_new
+    if p.cell == LSTM:
+        c_new = p.c_hist + (t + 1) * p.c_step + row
+        c_old = old_state(p, p.c_hist, t, b, like) if p.c_step != 0 else p.c_hist + row
+    if is_over(p, t, b):
+        rows.copy(h_old, h_new, H, like)
+        rows.copy(c_old, c_new, H, like)
+        return
+    a = scratch + NOTES * size
+    ah, spare = a + W * size, a + (W + H) * size
+    _sides(p, t, b, p.z + b * p.z_row * size, a, ah, spare, scratch, like)
+    if p.cell == LSTM:
+        if p.keep_c != 0:
+            _lstm(p, a, c_old, ah, h_new, like)
+            rows.mixed(p.keep_c + t * p.keep_c_t + b * p.keep_c_b, c_old, ah, c_new, H, like)
+        else:
+            _lstm(p, a, c_old, c_new, h_new, like)
+    elif p.cell == GRU:
+        rows.gru(a, a + H * size, a + 2 * H * size, ah, h_old, h_new, H, like)
+    elif p.cell == DREAMER:
+        rows.dreamer(a, a + H * size, a + 2 * H * size, h_old, h_new, H, like)
+    elif p.relu:
+        rows.relu(a, h_new, H, like)
+    else:
+        rows.tanh(a, h_new, H, like)
+    if p.keep_h != 0:
+        rows.mixed(p.keep_h + t * p.keep_h_t + b * p.keep_h_b, h_old, h_new, h_new, H, like)
+
+
+@part
+def _factor(p, t, first, last, like):
+    """Where the product's left factor of step t lies: the history, or rows that start anew or drop units."""
+    size, H = bytes_of(like), p.hidden
+    if p.operand == 0:
+        return p.hist + t * p.batch * H * size
+    for b in range(first, last):
+        out, old = p.operand + b * H * size, old_state(p, p.hist, t, b, like)
+        if p.drop != 0:
+            rows.times(old, p.drop + b * H * size, out, H, like)
+        else:
+            rows.copy(old, out, H, like)
+    return p.operand
+
+
+@part
+def _project_frame(p, spare, like):
+    """W_x x of one frame."""
+    W = p.gates * p.hidden
+    if p.packed_x == 0:
+        row_times_transpose(p.left, p.depth, p.weight_x, np.int64(0), W, p.summed, like)
+    else:
+        project(p.left, p.batch, p.depth, p.packed_x, W, p.summed, spare, like)
+
+
+@part
+def forward_rows(address, thread, like):
+    """Steps begin to end of a thread's rows."""
+    p, size = call_at(address), bytes_of(like)
+    H, scratch = p.hidden, p.scratch + thread * p.scratch_size * size
+    W, begin, end = p.gates * H, np.int64(0), p.gates * H
+    first, last = share_of(p.batch, thread, p.threads)
+    if p.shared:
+        begin, end = share_of(W, thread, p.threads)
+        first, last = 0, p.batch if thread == 0 else 0
+    if p.weight_x != 0:
+        _project_frame(p, scratch + (2 * W + 6 * H + 64) * size, like)
+    for t in range(p.begin, p.end):
+        left = _factor(p, t, first, last, like)
+        if p.packed == 0:
+            for b in range(first, p.batch if p.shared else last):
+                row_times_transpose(left + b * H * size, H, p.weight, begin, end, p.z + b * p.z_row * size, like)
+            if p.shared:
+                meet()
+        else:
+            at = p.z + first * p.z_row * size
+            product(left + first * H * size, H, last - first, H, p.packed, p.panels, at, p.z_row, like)
+        for b in range(first, last):
+            _forward_row(p, t, b, scratch, like)
+        if p.shared:
+            meet()
+    if p.weight_x != 0:
+        count = p.batch * H
+        rows.copy(p.hist + count * size, p.hist, count, like)
+        if p.out != 0:
+            rows.copy(p.hist, p.out, count, like)
