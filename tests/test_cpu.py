@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import lamina
 from lamina import functional, reference
-from lamina.kernels import cpu_target, cpu_team, fused
+from lamina.kernels import cpu, cpu_target, cpu_team, fused
 from tests.cases import EVERY, assert_same, cast, everything, leaves, random_call
 from tests.test_sequence import assert_as_good, problem
 
@@ -94,7 +94,7 @@ def test_one_row_whose_columns_threads_share(row, monkeypatch):
 
 @pytest.mark.parametrize("row", FEW, ids=str)
 def test_products_of_many_rows(row):
-    """Input products of 256 rows and more are our own, in whole panels and past them; backward in several chunks."""
+    """In whole panels and past them; backward in several chunks."""
     for hidden in (8, 11):
         assert_equals_reference(problem(row, (67, 9, 5, hidden), CPU), 1e-9)
 
@@ -327,18 +327,55 @@ def test_one_thread_where_torchs_library_is_not_found(monkeypatch):
 
 
 @pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
-@pytest.mark.parametrize(("batch", "layers"), [(1, 1), (1, 3), (3, 2)])
-def test_a_stream_gives_the_sequences_numbers(cell, batch, layers):
-    layer = getattr(lamina, cell)(5, 32, layers, zoneout=0.1, learn_initial_state=True).eval()
-    step, x = lamina.stream(layer, batch), torch.randn(6, batch, 5)
-    with torch.no_grad():
-        want, state = layer(x)
-    for _ in range(2):
-        torch.testing.assert_close(torch.stack([step(frame) for frame in x]), want, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(
+    ("batch", "layers", "inputs", "hidden"), [(1, 1, 128, 128), (1, 3, 17, 33), (3, 2, 5, 100), (9, 1, 31, 257)]
+)
+def test_a_stream_gives_the_sequences_bits(cell, batch, layers, inputs, hidden):
+    """Not only nearly: an LSTM enlarges the last bit of a sum a thousandfold in fifty frames."""
+    layer = getattr(lamina, cell)(inputs, hidden, layers, zoneout=0.1, learn_initial_state=True).eval()
+    step, x = lamina.stream(layer, batch), torch.randn(300, batch, inputs)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        with torch.no_grad():
+            want, state = layer(x)
+        assert torch.equal(torch.stack([step(frame) for frame in x]), want)
         for got, asked in zip(step.state, state):
-            torch.testing.assert_close(got, asked, rtol=1e-5, atol=1e-5)
+            assert torch.equal(got, asked)
         step.reset()
     assert step.choice.backend == "numba"
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sequence_gives_the_same_bits_cut_anywhere_on_any_threads(cell, batch, dtype, monkeypatch):
+    monkeypatch.setattr("lamina.kernels.cpu.SHARE", 1)  # of one row too
+    monkeypatch.setattr("lamina.kernels.cpu.WORTH", 1)
+    layer, x = getattr(lamina, cell)(19, 37, dtype=dtype), torch.randn(200, batch, 19, dtype=dtype)
+    torch.set_num_threads(1)
+    want, state = layer(x)
+    torch.set_num_threads(3)
+    for cut in (1, 7, 60, 199):
+        first, middle = layer(x[:cut])
+        second, end = layer(x[cut:], middle)
+        assert torch.equal(torch.cat([first, second]), want)
+        for got, asked in zip(end, state):
+            assert torch.equal(got, asked)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 13, 127, 300])
+def test_products(rows, turned, threads, monkeypatch):
+    """Of few columns and many, shared by columns and by rows, against torch's in float64."""
+    monkeypatch.setattr("lamina.kernels.cpu.WORTH", 1)
+    torch.set_num_threads(threads)
+    for depth, columns in ((1, 1), (3, 31), (17, 33), (40, 257), (530, 70), (64, 128)):
+        left = torch.randn(rows, depth, dtype=torch.float64)
+        weight = torch.randn((columns, depth) if turned else (depth, columns), dtype=torch.float64)
+        out = torch.full((rows, columns), float("nan"), dtype=torch.float64)
+        cpu.multiply(left, weight, turned, out)
+        assert_same([out], [left @ (weight.t() if turned else weight)], 1e-13)
 
 
 def test_a_stream_where_kernels_do_not_serve():

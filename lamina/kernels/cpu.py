@@ -26,8 +26,9 @@ NAMES = (
 )  # fmt: skip
 Given = Tensor | None
 KINDS = {torch.float32: "float32", torch.float64: "float64"}
-MANY = 64  # rows of a product for which packing its matrix pays
+FEW = 64  # rows of a product for each thread below which threads take columns: rows are shared at the price of packing
 SHARE = 2**15  # numbers of a matrix that are worth a thread of their own where threads share one row's product
+WORTH = 2**17  # multiplications of a product, likewise
 
 
 class Job:
@@ -93,12 +94,16 @@ def packed(weight: Tensor, turned: bool) -> Tensor:
     return out
 
 
-def product(left: Tensor, matrix: Tensor, out: Tensor) -> None:
-    """out = left times a packed matrix, for many rows."""
-    rows, size = left.shape[0], STRETCH * matrix.shape[2]
-    count, job = max(1, min(cpu_team.threads(), rows // 4)), Job(left.dtype)
+def multiply(left: Tensor, weight: Tensor, turned: bool, out: Tensor) -> None:
+    """out = left times a matrix or its transpose: a row's numbers are the same bits among few rows and among many."""
+    (rows, depth), columns = left.shape, out.shape[1]
+    panel, job = panel_width(left.element_size()), Job(left.dtype)
+    panels, size = -(-columns // panel), (STRETCH + 2 * depth) * panel
+    count = max(1, min(cpu_team.threads(), rows * weight.numel() // WORTH))
+    by_columns = panels >= 4 * count or rows < FEW * count
+    count = min(count, panels if by_columns else rows)
     job.set(
-        left=left, rows=rows, depth=left.shape[1], columns=out.shape[1], packed=matrix, out=out,
+        left=left, rows=rows, depth=depth, columns=columns, weight=weight, turned=turned, out=out, shared=by_columns,
         scratch=job.empty(count, size), scratch_size=size,
     )  # fmt: skip
     job.run("products", count)
@@ -218,11 +223,8 @@ def forward(
     call = call or Call(setting, by_name, extras)
     steps, batch, hidden, lstm = call.steps, call.batch, call.hidden, call.form.cell == "LSTM"
     x, weight_ih = _there(by_name["input"]), _there(by_name["weight_ih"])
-    if steps * batch >= MANY:
-        summed = call.empty(steps, batch, call.width)
-        product(x.flatten(0, 1), packed(weight_ih, True), summed.flatten(0, 1))
-    else:
-        summed = torch.nn.functional.linear(x, weight_ih)
+    summed = call.empty(steps, batch, call.width)
+    multiply(x.flatten(0, 1), weight_ih, True, summed.flatten(0, 1))
     hist = call.empty(steps + 1, batch, hidden)
     _first(by_name["h"], call, hist[0])
     whole_c = keep or call.resets is not None
@@ -295,8 +297,6 @@ class _Matrices:
         self.d_input = torch.empty_like(x) if wanted["input"] else None
         self.d_ih = torch.empty_like(self.weight_ih) if wanted["weight_ih"] else None
         self.d_hh = torch.empty_like(_there(by_name["weight_hh"])) if wanted["weight_hh"] else None
-        own = self.d_input is not None and call.steps * call.batch >= MANY
-        self.packed = packed(self.weight_ih, False) if own else None
 
     def add(self, begin: int, end: int, raw: Tensor, summed: Tensor) -> None:
         """Of steps begin to end; ``raw``, ``summed``: gradients of the two products, a row for each step and case."""
@@ -306,13 +306,8 @@ class _Matrices:
             self.d_hh.addmm_(raw.t(), self._factors(begin, end).flatten(0, 1), beta=beta)
         if self.d_ih is not None:
             self.d_ih.addmm_(summed.t(), self.x[rows], beta=beta)
-        if self.d_input is None:
-            return
-        out = self.d_input.flatten(0, 1)[rows]
-        if self.packed is not None:
-            product(summed, self.packed, out)
-        else:
-            torch.mm(summed, self.weight_ih, out=out)
+        if self.d_input is not None:
+            multiply(summed, self.weight_ih, False, self.d_input.flatten(0, 1)[rows])
 
     def _factors(self, begin: int, end: int) -> Tensor:
         """h' as the products saw it."""

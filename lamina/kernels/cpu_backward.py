@@ -191,9 +191,9 @@ def backward_rows(address, thread, like):
     p, size = call_at(address), bytes_of(like)
     H, scratch = p.hidden, p.scratch + thread * p.scratch_size * size
     W, begin, end = p.gates * H, np.int64(0), H
-    first, last = share_of(p.batch, thread, p.threads)
+    first, last = share_of(p.batch, thread, p.threads, np.int64(4))
     if p.shared:
-        begin, end = share_of(H, thread, p.threads)
+        begin, end = share_of(H, thread, p.threads, np.int64(16))
         first, last = 0, p.batch if thread == 0 else 0
     share = p.shares + thread * (4 * p.gates + 2) * H * size
     for back in range(p.end - p.begin):

@@ -68,7 +68,7 @@ def is_over(p, t, b):
 
 
 @part
-def share_of(count, thread, threads):
-    """A thread's part of so many, in fours."""
-    each = (count + 4 * threads - 1) // (4 * threads) * 4 if count > threads else 1
+def share_of(count, thread, threads, unit):
+    """A thread's part of so many, in whole units."""
+    each = (count + unit * threads - 1) // (unit * threads) * unit if count > threads else 1
     return min(count, thread * each), min(count, (thread + 1) * each)

@@ -21,6 +21,6 @@ FIELDS = (
     "shares",  # [threads, 4 W + 2 H]: gradients of bias, gain, bias_x, gain_x, bias_cell, gain_cell
     "threads", "shared",  # shared: threads take columns of a product, and the first of them all rows
     "left", "rows", "depth", "columns", "turned", "out",  # of a product with many rows, and of packing
-    "weight_x", "packed_x",  # of a stream, whose input [B, D] is ``left``, its output ``out``: products are made here
+    "packed_x",  # of a stream, whose input [B, D] is ``left``, its output ``out``: products are made here
 )  # fmt: skip
 PLACES = {name: at for at, name in enumerate(FIELDS)}

@@ -133,10 +133,7 @@ def _factor(p, t, first, last, like):
 def _project_frame(p, spare, like):
     """W_x x of one frame."""
     W = p.gates * p.hidden
-    if p.packed_x == 0:
-        row_times_transpose(p.left, p.depth, p.weight_x, np.int64(0), W, p.summed, like)
-    else:
-        project(p.left, p.batch, p.depth, p.packed_x, W, p.summed, spare, like)
+    project(p.left, p.batch, p.depth, p.packed_x, W, p.summed, W, spare, like)
 
 
 @part
@@ -145,11 +142,11 @@ def forward_rows(address, thread, like):
     p, size = call_at(address), bytes_of(like)
     H, scratch = p.hidden, p.scratch + thread * p.scratch_size * size
     W, begin, end = p.gates * H, np.int64(0), p.gates * H
-    first, last = share_of(p.batch, thread, p.threads)
+    first, last = share_of(p.batch, thread, p.threads, np.int64(4))
     if p.shared:
-        begin, end = share_of(W, thread, p.threads)
+        begin, end = share_of(W, thread, p.threads, np.int64(16))  # a number's sum is the same for any share
         first, last = 0, p.batch if thread == 0 else 0
-    if p.weight_x != 0:
+    if p.packed_x != 0:
         _project_frame(p, scratch + (2 * W + 6 * H + 64) * size, like)
     for t in range(p.begin, p.end):
         left = _factor(p, t, first, last, like)
@@ -165,7 +162,7 @@ def forward_rows(address, thread, like):
             _forward_row(p, t, b, scratch, like)
         if p.shared:
             meet()
-    if p.weight_x != 0:
+    if p.packed_x != 0:
         count = p.batch * H
         rows.copy(p.hist + count * size, p.hist, count, like)
         if p.out != 0:

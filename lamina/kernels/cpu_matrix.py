@@ -3,7 +3,10 @@
 The library is slow there: at 32 rows of 256 it does 70 billion operations a second where this does 105, at 4 rows 28
 where this does 99 (one Zen 4 core). The matrix is packed once a call into panels of two vectors' width, which lie in
 memory as they are read; a tile of rows times one panel stays in registers for the whole contraction. One row alone is
-bound by memory: it takes the matrix as it is.
+bound by memory: a recurrence of one case takes the matrix as it is.
+
+In a packed product every number is one sum in the order of the contraction, whatever tile it falls into: a frame's
+numbers are the same bits alone (``lamina.stream``), in a sequence, in any batch and on any number of threads.
 
 Addresses and not arrays: what is read is known here, and nothing is checked twice.
 """
@@ -25,23 +28,24 @@ from .cpu_vectors import spread, whole
 
 PANEL = VECTORS * vector_bytes()  # bytes of a panel's width
 BLOCK = 512  # of the contraction: a panel's part of that length stays in the first cache
-TILES = ((8, 1), (4, 2), (2, 4), (1, 4)) if vector_bytes() == 64 else ((4, 1), (2, 2), (1, 4))  # rows, steps at once
-ROWS = TILES[0][0]
+ROWS = 8 if vector_bytes() == 64 else 4  # of the largest tile
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # never nnan or ninf: what is not finite must be seen
 
 
-def _tile(rows: int, steps: int) -> Any:
-    """c[rows, panel] = or += a[rows, depth] b[depth, panel]; ``steps`` of the contraction have sums of their own.
+def _tile(rows: int, panels: int) -> Any:
+    """c[rows, panels] = or += a[rows, depth] b[panels, depth]; from one panel of b to the next are ``apart`` bytes.
 
-    Few rows have few sums, and each would wait for the one before.
+    Few rows have few sums, each of which waits for the one before: they take two panels at once.
     """
 
     @intrinsic
-    def tile(typingctx: Any, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, add: Any, like: Any) -> Any:
-        signature = types.void(*[types.int64] * 6, types.boolean, like)
+    def tile(
+        typingctx: Any, a: Any, lda: Any, b: Any, apart: Any, depth: Any, c: Any, ldc: Any, add: Any, like: Any
+    ) -> Any:
+        signature = types.void(*[types.int64] * 7, types.boolean, like)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _Tile(builder, signature.args[7].bitwidth // 8, rows, steps).emit(*args[:7])
+            _Tile(builder, signature.args[8].bitwidth // 8, rows, panels).emit(*args[:8])
             return context.get_dummy_value()
 
         return signature, codegen
@@ -52,48 +56,42 @@ def _tile(rows: int, steps: int) -> Any:
 class _Tile:
     """Writes the instructions of one tile."""
 
-    def __init__(self, builder: Any, size: int, rows: int, steps: int) -> None:
-        self.builder, self.size, self.rows, self.steps = builder, size, rows, steps
+    def __init__(self, builder: Any, size: int, rows: int = 1, panels: int = 1) -> None:
+        self.builder, self.size, self.rows, self.panels = builder, size, rows, panels
         self.lanes = vector_bytes() // size
         self.number = ir.FloatType() if size == 4 else ir.DoubleType()
         self.vector = ir.VectorType(self.number, self.lanes)
         name = f"llvm.fma.v{self.lanes}f{8 * size}"
         self.fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(self.vector, [self.vector] * 3), name)
 
-    def emit(self, a: Any, lda: Any, b: Any, depth: Any, c: Any, ldc: Any, add: Any) -> None:
+    def emit(self, a: Any, lda: Any, b: Any, apart: Any, depth: Any, c: Any, ldc: Any, add: Any) -> None:
         build, span = self.builder, self.lanes * self.size
         rows = [build.add(a, build.mul(lda, whole(r * self.size))) for r in range(self.rows)]
+        panels = [build.add(b, build.mul(apart, whole(p))) for p in range(self.panels)]
         outs = [
             build.add(build.add(c, build.mul(ldc, whole(r * self.size))), whole(v * span))
             for r in range(self.rows)
-            for v in range(VECTORS)
+            for v in range(self.panels * VECTORS)
         ]
         zero = ir.Constant(self.vector, [0.0] * self.lanes)
-        sums = [[cgutils.alloca_once_value(build, zero) for _ in outs] for _ in range(self.steps)]
+        sums = [cgutils.alloca_once_value(build, zero) for _ in outs]
         with build.if_then(add):
-            for place, out in zip(sums[0], outs):
+            for place, out in zip(sums, outs):
                 build.store(self.load(out), place)
-        turns = build.udiv(depth, whole(self.steps))
-        with cgutils.for_range(build, turns) as loop:
-            for step in range(self.steps):
-                self.step(build.add(build.mul(loop.index, whole(self.steps)), whole(step)), rows, b, sums[step])
-        done = build.mul(turns, whole(self.steps))
-        with cgutils.for_range(build, build.sub(depth, done)) as loop:
-            self.step(build.add(done, loop.index), rows, b, sums[0])
-        for n, out in enumerate(outs):
-            total = build.load(sums[0][n])
-            for other in sums[1:]:
-                total = build.fadd(total, build.load(other[n]))
-            build.store(total, self.pointer(out, self.vector), align=self.size)
+        with cgutils.for_range(build, depth) as loop:
+            self.step(loop.index, rows, panels, sums)
+        for place, out in zip(sums, outs):
+            build.store(build.load(place), self.pointer(out, self.vector), align=self.size)
 
-    def step(self, k: Any, rows: list[Any], b: Any, sums: list[Any]) -> None:
+    def step(self, k: Any, rows: list[Any], panels: list[Any], sums: list[Any]) -> None:
         build, span = self.builder, self.lanes * self.size
-        at = build.add(b, build.mul(k, whole(VECTORS * span)))
-        columns = [self.load(build.add(at, whole(v * span))) for v in range(VECTORS)]
+        off = build.mul(k, whole(VECTORS * span))
+        places = [build.add(panel, off) for panel in panels]
+        columns = [self.load(build.add(at, whole(v * span))) for at in places for v in range(VECTORS)]
         for r, row in enumerate(rows):
             x = self.spread(build.add(row, build.mul(k, whole(self.size))))
             for v, column in enumerate(columns):
-                place = sums[r * VECTORS + v]
+                place = sums[r * len(columns) + v]
                 build.store(build.call(self.fma, [x, column, build.load(place)]), place)
 
     def pointer(self, address: Any, kind: Any) -> Any:
@@ -108,8 +106,9 @@ class _Tile:
         return spread(self.builder, one, self.lanes)
 
 
-_tiles = [_tile(rows, steps) for rows, steps in TILES]
-_most, _middle, _least, _one = _tiles[0], _tiles[-3], _tiles[-2], _tiles[-1]
+_most = _tile(ROWS, 1)
+_four, _two, _one = _tile(4, 1), _tile(2, 1), _tile(1, 1)
+_four_wide, _two_wide, _one_wide = _tile(4, 2), _tile(2, 2), _tile(1, 4)
 
 
 @intrinsic
@@ -134,23 +133,56 @@ def bytes_of(typingctx: Any, like: Any) -> Any:
 def product(a, lda, rows, depth, packed, panels, c, ldc, like):
     """c[rows, panels] = a[rows, depth] times a packed matrix; c has room for whole panels."""
     apart()
-    size, span = bytes_of(like), PANEL
+    if rows == 1:
+        _product_of_one(a, depth, packed, panels, c, like)
+        return
+    size, away = bytes_of(like), depth * PANEL
     for begin in range(0, depth, BLOCK):
-        length, more = min(BLOCK, depth - begin), begin > 0
-        for p in range(panels):
-            b, out, r = packed + (p * depth + begin) * span, c + p * span, 0
-            at = a + begin * size
-            while r + ROWS <= rows:
-                _most(at + r * lda * size, lda, b, length, out + r * ldc * size, ldc, more, like)
-                r += ROWS
-            if ROWS > 4 and r + 4 <= rows:
-                _middle(at + r * lda * size, lda, b, length, out + r * ldc * size, ldc, more, like)
-                r += 4
-            if r + 2 <= rows:
-                _least(at + r * lda * size, lda, b, length, out + r * ldc * size, ldc, more, like)
-                r += 2
-            if r < rows:
-                _one(at + r * lda * size, lda, b, length, out + r * ldc * size, ldc, more, like)
+        length, more, at = min(BLOCK, depth - begin), begin > 0, a + begin * size
+        for p in range(0, panels, 2):
+            b, out, r, wide = packed + p * away + begin * PANEL, c + p * PANEL, 0, p + 1 < panels
+            for panel in range(2 if wide else 1):
+                r = 0
+                while r + ROWS <= rows:
+                    left, to = at + r * lda * size, out + panel * PANEL + r * ldc * size
+                    _most(left, lda, b + panel * away, away, length, to, ldc, more, like)
+                    r += ROWS
+            _rest(at + r * lda * size, lda, rows - r, b, away, length, out + r * ldc * size, ldc, more, wide, like)
+
+
+@part
+def _rest(a, lda, rows, b, away, length, c, ldc, more, wide, like):
+    """Rows that no large tile takes, of one panel or two."""
+    size, r = bytes_of(like), 0
+    if ROWS > 4 and r + 4 <= rows:
+        if wide:
+            _four_wide(a, lda, b, away, length, c, ldc, more, like)
+        else:
+            _four(a, lda, b, away, length, c, ldc, more, like)
+        r += 4
+    left, to = a + r * lda * size, c + r * ldc * size
+    if r + 2 <= rows:
+        if wide:
+            _two_wide(left, lda, b, away, length, to, ldc, more, like)
+        else:
+            _two(left, lda, b, away, length, to, ldc, more, like)
+        r += 2
+    if r < rows:
+        for panel in range(2 if wide else 1):
+            left, to = a + r * lda * size, c + panel * PANEL + r * ldc * size
+            _one(left, lda, b + panel * away, away, length, to, ldc, more, like)
+
+
+@part
+def _product_of_one(a, depth, packed, panels, c, like):
+    """Of one row: nothing is read twice, and four panels at once keep loads under way."""
+    away, p = depth * PANEL, 0
+    while p + 4 <= panels:
+        _one_wide(a, depth, packed + p * away, away, depth, c + p * PANEL, depth, False, like)
+        p += 4
+    while p < panels:
+        _one(a, depth, packed + p * away, away, depth, c + p * PANEL, depth, False, like)
+        p += 1
 
 
 @intrinsic
@@ -176,7 +208,7 @@ def _transpose(typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, like: Any) ->
     signature = types.void(*[types.int64] * 4, like)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        tile = _Tile(builder, signature.args[4].bitwidth // 8, 1, 1)
+        tile = _Tile(builder, signature.args[4].bitwidth // 8)
         source, step, out, across = args[:4]
         rows = [tile.load(builder.add(source, builder.mul(step, whole(r * tile.size)))) for r in range(tile.lanes)]
         for r, row in enumerate(_transposed(builder, rows)):
@@ -201,12 +233,15 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 @part
 def pack(weight, depth, columns, turned, packed, first, last, like):
-    """Some panels of a matrix [depth, columns], or of the transpose of one [columns, depth]; what is past it is 0."""
+    """Panels first to last of a matrix [depth, columns], or of the transpose of one [columns, depth], side by side.
+
+    What is past the matrix is 0.
+    """
     apart()
     size = bytes_of(like)
     across, lanes = PANEL // size, PANEL // VECTORS // size
     for p in range(first, last):
-        begin, out = p * across, packed + p * depth * PANEL
+        begin, out = p * across, packed + (p - first) * depth * PANEL
         count, k = min(across, columns - p * across), 0
         if turned and count == across:
             while k + lanes <= depth:
@@ -229,26 +264,40 @@ def pack(weight, depth, columns, turned, packed, first, last, like):
 
 
 @part
-def project(a, rows, depth, packed, columns, c, spare, like):
+def project(a, rows, depth, packed, columns, c, ldc, spare, like):
     """c[rows, columns] = a[rows, depth] times a packed matrix; ``spare`` has room for one panel of STRETCH rows."""
     apart()
     size = bytes_of(like)
     across = PANEL // size
     whole = columns // across
+    left = columns - whole * across
     for r in range(0, rows, STRETCH):
         count = min(STRETCH, rows - r)
-        at = a + r * depth * size
-        product(at, depth, count, depth, packed, whole, c + r * columns * size, columns, like)
-        if whole * across < columns:
+        at, out = a + r * depth * size, c + r * ldc * size
+        product(at, depth, count, depth, packed, whole, out, ldc, like)
+        if left > 0:
             product(at, depth, count, depth, packed + whole * depth * PANEL, np.int64(1), spare, across, like)
             for i in range(count):
-                left = columns - whole * across
-                from_, to = (
-                    numbers(spare + i * PANEL, left, like),
-                    numbers(c + ((r + i) * columns + whole * across) * size, left, like),
-                )
+                from_ = numbers(spare + i * PANEL, left, like)
+                to = numbers(out + (i * ldc + whole * across) * size, left, like)
                 for n in range(left):
                     to[n] = from_[n]
+
+
+@part
+def multiply(a, rows, depth, weight, columns, turned, c, first, last, spare, like):
+    """Panels first to last of c[rows, columns] = a[rows, depth] times a matrix as ``pack`` takes it.
+
+    Two panels are packed at a time and used at once, for all rows: that is never slower than a matrix packed before.
+    """
+    apart()
+    size = bytes_of(like)
+    across, packed = PANEL // size, spare + STRETCH * PANEL
+    for p in range(first, last, 2):
+        until, begin = min(p + 2, last), p * across
+        pack(weight, depth, columns, turned, packed, p, until, like)
+        count = min(columns, until * across) - begin
+        project(a, rows, depth, packed, count, c + begin * size, columns, spare, like)
 
 
 @intrinsic
@@ -260,7 +309,7 @@ def _dots(typingctx: Any, a: Any, depth: Any, weight: Any, c: Any, like: Any) ->
     signature = types.void(*[types.int64] * 4, like)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        tile = _Tile(builder, signature.args[4].bitwidth // 8, 1, 1)
+        tile = _Tile(builder, signature.args[4].bitwidth // 8)
         left, depth, weight, out = args[:4]
         span, step = tile.lanes * tile.size, builder.mul(depth, whole(tile.size))
         zero = ir.Constant(tile.vector, [0.0] * tile.lanes)

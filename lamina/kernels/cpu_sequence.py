@@ -9,7 +9,7 @@ from .cpu_backward import backward_rows
 from .cpu_call import call_at, share_of
 from .cpu_code import Code
 from .cpu_forward import forward_rows
-from .cpu_matrix import PANEL, bytes_of, pack, project
+from .cpu_matrix import PANEL, bytes_of, multiply, pack
 from .cpu_parts import part, thread_number
 
 # Products of many rows.
@@ -17,21 +17,31 @@ from .cpu_parts import part, thread_number
 
 @part
 def many_rows(address, thread, like):
-    """A thread's rows of out = left times a packed matrix."""
+    """A thread's columns of out = left times a matrix, or its rows."""
     p, size = call_at(address), bytes_of(like)
-    first, last = share_of(p.rows, thread, p.threads)
-    left, out = p.left + first * p.depth * size, p.out + first * p.columns * size
     spare = p.scratch + thread * p.scratch_size * size
-    project(left, last - first, p.depth, p.packed, p.columns, out, spare, like)
+    first, last, begin, end = np.int64(0), p.rows, np.int64(0), panels(p, like)
+    if p.shared:
+        begin, end = end * thread // p.threads, end * (thread + 1) // p.threads
+    else:
+        first, last = share_of(p.rows, thread, p.threads, np.int64(4))
+    left, out = p.left + first * p.depth * size, p.out + first * p.columns * size
+    multiply(left, last - first, p.depth, p.weight, p.columns, p.turned, out, begin, end, spare, like)
 
 
 @part
 def panels_of(address, thread, like):
     """A thread's panels of a matrix."""
     p = call_at(address)
-    panels = (p.columns * bytes_of(like) + PANEL - 1) // PANEL
-    first, last = panels * thread // p.threads, panels * (thread + 1) // p.threads
-    pack(p.weight, p.depth, p.columns, p.turned, p.packed, first, last, like)
+    count = panels(p, like)
+    first, last = count * thread // p.threads, count * (thread + 1) // p.threads
+    pack(p.weight, p.depth, p.columns, p.turned, p.packed + first * p.depth * PANEL, first, last, like)
+
+
+@part
+def panels(p, like):
+    """How many a matrix has."""
+    return (p.columns * bytes_of(like) + PANEL - 1) // PANEL
 
 
 # Entries: one thread's part of a call. A kernel is compiled when it is asked for: each takes seconds.
