@@ -341,7 +341,8 @@ def _besides(record: dict[str, Any]) -> str:
     return (
         f"Against the same layer step by step {min(loops):.1f} to {max(loops):.0f} times as fast, at least "
         f"{min(small):.1f} times for one case of 128 units. `lamina.stream(layer)` takes one frame at a time: "
-        f"{stream:.1f} microseconds for an LSTM of 128 units, {cell / stream:.1f} times as fast as `nn.LSTMCell`, with the sequence call's numbers bit for bit. A "
+        f"{stream:.1f} microseconds for an LSTM of 128 units, {cell / stream:.1f} times as fast as `nn.LSTMCell`, "
+        "with the sequence call's numbers bit for bit. A "
         f"training step's peak memory is {min(peaks):.2f} to {max(peaks):.2f} of `nn.LSTM`'s; the very first takes "
         f"{cold:.1f} seconds to compile, later processes {warm:.2f}."
     )
