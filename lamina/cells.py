@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from . import functional
-from .checks import describe, fail, one_of
+from .checks import autocast_dtype, describe, fail, one_of, transformed
+from .functional import explain
 from .options import CellOptions
 from .placements import STATES
 from .recurrent_base import RecurrentModule, State
@@ -16,16 +18,30 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+CELL_TENSORS = (
+    "weight_ih", "weight_hh", "bias_ih", "bias_hh", "gain_ih", "gain_hh", "gain_sum", "gain_cell", "bias_cell",
+)  # fmt: skip
+
+
+def _ordinary(input: Any) -> bool:
+    """Whether a tensor is seen by nobody but autograd: no compiler, no transform, no autocast."""
+    if torch.compiler.is_compiling() or type(input) is not Tensor:
+        return False
+    return not transformed(input) and autocast_dtype(input) is None
+
+
 class RecurrentCell(RecurrentModule):
     """A cell that the caller steps through time."""
 
     single_step = True
+    _step: Any = None
 
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool, device: Any, dtype: Any, given: CellOptions
     ) -> None:
         super().__init__(input_size, hidden_size, 0, bias, given, device, dtype)
         self._add_cell("", self.input_size)
+        self._fused: dict[Any, Any] = {}  # kinds of calls that the fused step is known to serve, and their settings
         self.reset_parameters()
 
     def _suffixes(self) -> list[str]:
@@ -46,8 +62,42 @@ class RecurrentCell(RecurrentModule):
         recurrent_mask: what ``recurrent_mask(batch_size)`` gave for this sequence, with recurrent_dropout.
         step: the time step's number, for batch norm's per-step statistics.
         """
-        state = self._run(input, hx, recurrent_mask, step)
+        state = self._again(input, hx, recurrent_mask) or self._run(input, hx, recurrent_mask, step)
         return state if self.cell == "LSTM" else state[0]
+
+    def _again(self, input: Tensor, hx: Any, recurrent_mask: Tensor | None) -> State | None:
+        """The fused step of a call whose like has been checked before; None where all of it must be looked at."""
+        if not self._fused or recurrent_mask is not None or not _ordinary(input):
+            return None
+        state = (None, None)[: STATES[self.cell]] if hx is None else hx if isinstance(hx, (tuple, list)) else (hx,)
+        if hx is not None and not all(type(s) is Tensor for s in state):
+            return None
+        setting = self._fused.get(self._kind(input, state))
+        if setting is None:
+            return None
+        given = [s if s is None or s.is_contiguous() else s.contiguous() for s in (*state, None)[:2]]
+        own = self._parameters
+        found: State = self._step(setting, input, *given, *(own.get(name) for name in CELL_TENSORS), None, None, None)
+        return found
+
+    def _kind(self, input: Any, state: Any) -> Any:
+        """All that checks and the choice of a backend look at, besides the module's options."""
+        own = self._parameters  # a parametrised one is no longer among them
+        weight = own.get("weight_ih")
+        states = tuple(s if s is None else (s.shape, s.dtype, s.device) for s in state)
+        return input.shape, input.dtype, input.device, states, len(own), weight is None or (weight.dtype, weight.device)
+
+    def _remember(self, call: Any, input: Tensor, state: Any) -> None:
+        """That calls like this one are served by the fused step, if they are and nothing else acts on them."""
+        options = self.options
+        masked = options.zoneout or options.recurrent_dropout or options.learn_initial_state
+        if masked or self.norm not in ("layer", None) or input.dim() != 2 or not _ordinary(input):
+            return
+        if "weight_ih" in self._parameters and explain(self, input).path == "cell":
+            from .kernels import cell, forms
+
+            self._step = cell.step
+            self._fused[self._kind(input, state)] = forms.setting_of(call, "cell")
 
     def _run(self, input: Tensor, hx: Any, recurrent_mask: Tensor | None, step: int) -> State:
         self._check_input(input)
@@ -63,6 +113,7 @@ class RecurrentCell(RecurrentModule):
             first_step=step,
         )
         result = functional.run(call, self.backend, single_step=True)
+        self._remember(call, input, given)
         self._observe("", result.moments, x.shape[0], step)
         return result.state if batched else tuple(s.squeeze(0) for s in result.state)
 

@@ -155,6 +155,18 @@ def test_any_leading_shape_axes_and_strides():
             torch.testing.assert_close(got, want)
 
 
+def test_parameters_whose_numbers_lie_apart():
+    x = torch.randn(3, 5, device=DEVICE)
+    both = torch.randn(2, 10, device=DEVICE, requires_grad=True)
+    found, want = (
+        functional.layer_norm(x, (5,), both[0, ::2], both[1, ::2], backend=backend)
+        for backend in ("triton", "reference")
+    )
+    torch.testing.assert_close(found, want)
+    grads = [torch.autograd.grad(out.square().sum(), both)[0] for out in (found, want)]
+    torch.testing.assert_close(*grads)
+
+
 def test_parameters_of_another_dtype():
     x, gain = (
         torch.randn(4, 24, device=DEVICE, dtype=torch.bfloat16),

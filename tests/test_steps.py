@@ -29,7 +29,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs TRITON_INTERPRET=1 or a GPU", allow_module_level=True)
 steps = importlib.import_module("lamina.kernels.steps")
-step_kernels = importlib.import_module("lamina.kernels.step_kernels")
+gates = importlib.import_module("lamina.kernels.gates")
 fused = importlib.import_module("lamina.kernels.fused")
 passes = importlib.import_module("lamina.kernels.passes")
 plans = importlib.import_module("lamina.kernels.plans")
@@ -237,8 +237,8 @@ def test_parts_hold_every_row():
 @triton.jit
 def sums_kernel(values, out, BLOCK: tl.constexpr, REST: tl.constexpr):
     parts = (tl.load(values + tl.arange(0, BLOCK)), tl.load(values + BLOCK + tl.arange(0, REST)))
-    tl.store(out, tl.sum(step_kernels._joined(parts), 0))
-    tl.store(out + 1, tl.max(step_kernels._joined(parts, True), 0))
+    tl.store(out, tl.sum(gates.joined(parts), 0))
+    tl.store(out + 1, tl.max(gates.joined(parts, True), 0))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ HOPPER = (9, 0)  # the kernels were measured and tested on it; elsewhere they ru
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_DTYPES = (torch.float32, torch.float64)
 LARGE_NORM = 2**28  # bytes of a layer norm's input from which a call of our kernel is the shorter one, host and all
+WIDEST_CELL = 8192  # units of a row that a program holds with all its gates
 WIDE_NORM = 8192  # numbers of a row that our kernels read once, there and back
 
 # The names a caller may force; a faster backend is added here and to `choose`.
@@ -52,7 +53,7 @@ class Choice:
     backend: str
     reason: str
     opaque: bool = False  # runs inside a custom op that a compiler does not look into
-    path: str = ""  # of the triton backend: "persistent" or "steps"; of numba: "cpu"
+    path: str = ""  # of the triton backend: "persistent", "steps" or "cell"; of numba: "cpu"
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.reason}"
@@ -150,7 +151,17 @@ def interpreted() -> bool:
 
 def _triton_obstacle(request: Request, forced: bool) -> str:
     """Why the fused kernels cannot serve a recurrence on a GPU; empty when they can."""
-    return _device_obstacle(request, forced) or _common_obstacle(request)
+    return _device_obstacle(request, forced) or _cell_obstacle(request, forced) or _common_obstacle(request)
+
+
+def _cell_obstacle(request: Request, forced: bool) -> str:
+    if not request.single_step:
+        return ""
+    if torch.compiler.is_compiling():
+        return "torch.compile makes kernels of a cell's plain operations and of what is around them"
+    if request.hidden > WIDEST_CELL:
+        return f"a fused cell has at most {WIDEST_CELL} units, this one has {request.hidden}"
+    return "" if forced else "a cell's fused step has yet to be measured; backend='triton' takes it"
 
 
 def _device_obstacle(request: Request, forced: bool) -> str:
@@ -173,7 +184,7 @@ def _numba_obstacle(request: Request, forced: bool) -> str:
         return "numba is not installed (pip install 'lamina[cpu]')"
     if request.dtype not in CPU_DTYPES:
         return f"the kernels compute in float32 and float64, not {str(request.dtype).removeprefix('torch.')}"
-    return _common_obstacle(request)
+    return "a cell's single step is not fused on a CPU" if request.single_step else _common_obstacle(request)
 
 
 def _common_obstacle(request: Request) -> str:
@@ -181,8 +192,6 @@ def _common_obstacle(request: Request) -> str:
         return "recurrent batch norm mixes the cases of a batch"
     if request.projection:
         return "proj_size is not fused"
-    if request.single_step:
-        return "a cell's single step is not fused"
     if request.transformed:
         return "torch.func transforms and forward-mode gradients need plain operations"
     return "the batch is empty" if request.batch == 0 else ""
@@ -193,6 +202,8 @@ def _fused(request: Request, backend: str, forced: bool) -> Choice:
     named = "asked for by name; " if forced else ""
     if backend == "numba":
         return Choice("numba", f"{named}all steps in one compiled kernel on torch's threads{again}", path="cpu")
+    if request.single_step:
+        return Choice("triton", f"{named}two products and one kernel a step{again}", path="cell")
     from .plans import path_for
     from .precision import halves
 

@@ -37,6 +37,10 @@ Tensors = Sequence[Tensor | None]
 
 def run(call: Recurrence, path: str) -> SequenceResult:
     """A recurrence through the kernels; ``kernels.choose`` has made sure that ``path`` serves it."""
+    if path == "cell":
+        from . import cell
+
+        return cell.run(call)
     turned = _forwards(call)
     valid = _valid(turned)
     tensors, extras = _tensors(turned, valid), _extras(turned)

@@ -20,7 +20,7 @@ def run(
     """act(LN(x + residual)) over the last axes of ``shape``, and x + residual where there is a residual."""
     width = torch.Size(shape).numel()
     rows = [None if t is None else _rows(t, width) for t in (x, residual)]
-    flat = [None if t is None else t.reshape(-1) for t in (gain, bias)]
+    flat = [None if t is None else t.reshape(-1).contiguous() for t in (gain, bias)]
     named = None if activation == "identity" else activation
     out, total = _Norm.apply(*rows, *flat, eps, eps_mode, named)  # type: ignore[no-untyped-call]
     return out.view(x.shape), None if residual is None else total.view(x.shape)
@@ -57,13 +57,8 @@ class _Norm(torch.autograd.Function):
         elif d_out is None:
             d_z, d_gain, d_bias = d_total, None, None
         else:
-            d_z, small = layer_norm.backward(d_out, z, gain, bias, statistics, d_total, *ctx.form)
-            d_gain, d_bias = (None if t is None else d.to(t.dtype) for t, d in zip((gain, bias), _two(small)))
+            d_z, d_gain, d_bias = layer_norm.backward(d_out, z, gain, bias, statistics, d_total, *ctx.form)
         return d_z, d_z if ctx.needs_input_grad[1] else None, d_gain, d_bias, None, None, None
-
-
-def _two(small: Tensor) -> Sequence[Any]:
-    return small.unbind() if small.shape[0] else (None, None)
 
 
 def _differentiable(z: Tensor, gain: Given, bias: Given, grads: Sequence[Given], form: tuple[Any, ...]) -> list[Given]:

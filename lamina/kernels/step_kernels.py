@@ -9,8 +9,8 @@ up to half of all. So it comes in two PARTS, BLOCK units and then REST of them, 
 sums over the row lie between stretches, and the threads meet once for both parts. A stretch loads before it stores:
 loads are not moved past stores, so the second part's would go out late.
 
-Gates travel as tuples of four vectors; of RNN only the first is real, of GRU the first three. An argument that is None
-is a thing the recurrence does not have, and costs nothing.
+Gates are ``gates``' tuples of four vectors. An argument that is None is a thing the recurrence does not have, and costs
+nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ import triton
 import triton.language as tl
 
 from .formulas import (
-    APART,
     COMPILED,
     GRU,
     LSTM,
     NOWHERE,
     ON_SUM,
-    PAIR,
     RNN,
-    TOGETHER,
     dreamer_gates,
     fitting,
     gru_backward,
@@ -45,11 +42,30 @@ from .formulas import (
     tanh,
     wide,
 )  # fmt: skip
+from .gates import (
+    STREAMED,
+    add,
+    centred_row,
+    corrected,
+    floats,
+    inverse_deviations,
+    joined,
+    largest_gate,
+    load_cell,
+    load_gates,
+    load_statistics,
+    multiply,
+    parts_of,
+    projections,
+    rounded_products,
+    store_gates,
+    store_statistics,
+    through_norm,
+    two_sums,
+)  # fmt: skip
 
 # The table of a pass: the number of steps, addresses of tensors, and from CLOCKS on each row's step.
 CLOCKS = tl.constexpr(32)
-# How L2 keeps things: what a step reads or leaves once shall not drive the matrix out.
-NORMAL, STREAMED = tl.constexpr(""), tl.constexpr("evict_first")
 
 
 @triton.jit(do_not_specialize=["B", "T", "begin"])
@@ -77,221 +93,6 @@ def _there(stand_in, table, place):
     return tl.multiple_of(address.to(tl.pointer_type(stand_in.dtype.element_ty)), 16)
 
 
-# Rows of gates.
-
-
-@triton.jit
-def _units(BLOCK: tl.constexpr):
-    """Four in a row to a thread, whatever the dtype: 8 of 16 bits, as the compiler likes, it would have to shuffle."""
-    return tl.max_contiguous(tl.multiple_of(tl.arange(0, BLOCK), 4), 4)
-
-
-@triton.jit
-def _parts(H: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
-    """The units of each part of a row, and which of them there are."""
-    if REST:
-        first, second = _units(BLOCK), BLOCK + _units(REST)
-        return (first, second), (first < H, second < H)
-    else:
-        only = _units(BLOCK)
-        return (only,), (only < H,)
-
-
-@triton.jit
-def _load_gates(at, j, ok, H: tl.constexpr, G: tl.constexpr, POLICY: tl.constexpr = NORMAL):
-    """As they lie in memory: half as many registers in half precision."""
-    a = tl.load(at + j, mask=ok, other=0.0, eviction_policy=POLICY)
-    b, c, d = a, a, a
-    if G > 1:
-        b = tl.load(at + H + j, mask=ok, other=0.0, eviction_policy=POLICY)
-        c = tl.load(at + 2 * H + j, mask=ok, other=0.0, eviction_policy=POLICY)
-    if G > 3:
-        d = tl.load(at + 3 * H + j, mask=ok, other=0.0, eviction_policy=POLICY)
-    return a, b, c, d
-
-
-@triton.jit
-def _floats(y):
-    return y[0].to(tl.float32), y[1].to(tl.float32), y[2].to(tl.float32), y[3].to(tl.float32)
-
-
-@triton.jit
-def _store_gates(at, y, j, ok, H: tl.constexpr, G: tl.constexpr, POLICY: tl.constexpr = NORMAL):
-    dtype = at.dtype.element_ty
-    tl.store(at + j, y[0].to(dtype), mask=ok, eviction_policy=POLICY)
-    if G > 1:
-        tl.store(at + H + j, y[1].to(dtype), mask=ok, eviction_policy=POLICY)
-        tl.store(at + 2 * H + j, y[2].to(dtype), mask=ok, eviction_policy=POLICY)
-    if G > 3:
-        tl.store(at + 3 * H + j, y[3].to(dtype), mask=ok, eviction_policy=POLICY)
-
-
-@triton.jit
-def _add(y, x):
-    return y[0] + x[0], y[1] + x[1], y[2] + x[2], y[3] + x[3]
-
-
-@triton.jit
-def _multiply(y, x):
-    return y[0] * x[0], y[1] * x[1], y[2] * x[2], y[3] * x[3]
-
-
-@triton.jit
-def _rounded_products(y, x):
-    return rounded(y[0], x[0]), rounded(y[1], x[1]), rounded(y[2], x[2]), rounded(y[3], x[3])
-
-
-@triton.constexpr_function
-def _cut(block, rest):
-    """How far the main part is folded across a thread's registers: 16 warps hold 2048 units, four in a row each."""
-    return max(rest, min(block, 2048))
-
-
-@triton.jit
-def _joined(y, LARGEST: tl.constexpr = False):
-    """One vector with the sum (or the largest) of all parts of ``y``, so that the threads meet once for all of them.
-
-    The main part is folded to the length of the rest. What is added up there belongs to one thread, and so does the
-    element of the rest that it is added to: ``steps.row_parts`` makes the rest as long as that takes.
-    """
-    if len(y) == 1:
-        return y[0]
-    else:
-        main, rest = y[0], y[1]
-        REST: tl.constexpr = rest.shape[0]
-        CUT: tl.constexpr = _cut(main.shape[0], REST)
-        if main.shape[0] > CUT:
-            main = tl.reshape(main, (main.shape[0] // CUT, CUT))
-            main = tl.max(main, 0) if LARGEST else tl.sum(main, 0)
-        if REST < CUT:
-            main = tl.reshape(main, (REST, CUT // REST))
-            main = tl.max(main, 1) if LARGEST else tl.sum(main, 1)
-        return tl.maximum(main, rest) if LARGEST else main + rest
-
-
-@triton.jit
-def _joined_gates(y):
-    """The same for each gate."""
-    if len(y) == 1:
-        return y[0]
-    else:
-        a, b = _joined((y[0][0], y[1][0])), _joined((y[0][1], y[1][1]))
-        return a, b, _joined((y[0][2], y[1][2])), _joined((y[0][3], y[1][3]))
-
-
-@triton.jit
-def _two_sums(a, b):
-    """Both in one reduction: the threads meet once."""
-    return tl.split(tl.sum(tl.join(a, b), 0))
-
-
-@triton.jit
-def _total(y, G: tl.constexpr):
-    total = y[0]
-    if G > 1:
-        total += y[1] + y[2]
-    if G > 3:
-        total += y[3]
-    return total
-
-
-@triton.jit
-def _largest(y, G: tl.constexpr):
-    """The largest absolute value of each unit's gates."""
-    most = tl.abs(y[0])
-    for gate in tl.static_range(1, G):
-        most = tl.maximum(most, tl.abs(y[gate]))
-    return most
-
-
-@triton.jit
-def _group_means(y, H: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr):
-    """The mean of each gate's statistics group; lanes past the row hold 0."""
-    ONE: tl.constexpr = 1.0 / H
-    if SPLIT == TOGETHER:
-        mean = tl.sum(_total(y, G), 0) * (1.0 / (G * H))
-        return mean, mean, mean, mean
-    elif SPLIT == PAIR:
-        pair, alone = _two_sums(y[0] + y[1], y[2])
-        pair, alone = pair * (0.5 / H), alone * ONE
-        return pair, pair, alone, alone
-    else:
-        a, b = _two_sums(y[0], y[1])
-        c, d = _two_sums(y[2], y[3])
-        return a * ONE, b * ONE, c * ONE, d * ONE
-
-
-@triton.jit
-def _projections(d, along, H: tl.constexpr, G: tl.constexpr, SPLIT: tl.constexpr):
-    """The means of d and of ``along``, d * x^, over each gate's group."""
-    d, along = _joined_gates(d), _joined_gates(along)
-    if SPLIT == TOGETHER:
-        mean, slope = _two_sums(_total(d, G), _total(along, G))
-        mean, slope = mean * (1.0 / (G * H)), slope * (1.0 / (G * H))
-        return (mean, mean, mean, mean), (slope, slope, slope, slope)
-    else:
-        return _group_means(d, H, G, SPLIT), _group_means(along, H, G, SPLIT)
-
-
-@triton.jit
-def _inverse_deviations(squares, H: tl.constexpr, eps, G: tl.constexpr, SPLIT: tl.constexpr, STD: tl.constexpr):
-    """Each gate's 1/deviation, from the squares of a row.
-
-    Means are 0 already: W~ is centred over the group, and so is the input side of a sum that is normed.
-    """
-    var = _group_means(_joined_gates(squares), H, G, SPLIT)
-    a, b = inverse_deviation(var[0], eps, STD), inverse_deviation(var[1], eps, STD)
-    return a, b, inverse_deviation(var[2], eps, STD), inverse_deviation(var[3], eps, STD)
-
-
-@triton.jit
-def _centred(c, there, H: tl.constexpr):
-    """c less its mean, 0 past the row, and its variance: in two passes, so that a large mean costs no digits."""
-    mean = tl.sum(_joined(c), 0) * (1.0 / H)  # past the row c is 0
-    apart, squares = (), ()
-    for p in tl.static_range(len(c)):
-        away = tl.where(there[p], c[p] - mean, 0.0)
-        apart, squares = apart + (away,), squares + (away * away,)
-    return apart, tl.sum(_joined(squares), 0) * (1.0 / H)
-
-
-@triton.jit
-def _store_statistics(at, y, G: tl.constexpr, SPLIT: tl.constexpr):
-    """One number for each gate, written once for each group."""
-    tl.store(at, y[0])
-    if SPLIT == APART:
-        for gate in tl.static_range(1, G):
-            tl.store(at + gate, y[gate])
-    if SPLIT == PAIR:
-        tl.store(at + 2, y[2])
-
-
-@triton.jit
-def _load_statistics(at, G: tl.constexpr, SPLIT: tl.constexpr):
-    a = tl.load(at)
-    b, c, d = a, a, a
-    if SPLIT == APART:
-        b, c, d = tl.load(at + 1), tl.load(at + 2), tl.load(at + G - 1)
-    if SPLIT == PAIR:
-        c = tl.load(at + 2)
-    return a, b, c, d
-
-
-@triton.jit
-def _corrected(slope, rstd, eps, STD: tl.constexpr):
-    """What x^ is multiplied by in ``_through_norm``."""
-    a, b = std_correction(rstd[0], eps, STD), std_correction(rstd[1], eps, STD)
-    return _multiply(slope, (a, b, std_correction(rstd[2], eps, STD), std_correction(rstd[3], eps, STD)))
-
-
-@triton.jit
-def _through_norm(d, normed, rstd, mean, slope):
-    """rstd (d - mean(d) - x^ mean(d x^)) of each group of gates."""
-    a, b = d[0] - mean[0] - normed[0] * slope[0], d[1] - mean[1] - normed[1] * slope[1]
-    c = d[2] - mean[2] - normed[2] * slope[2]
-    return _multiply((a, b, c, d[3] - mean[3] - normed[3] * slope[3]), rstd)
-
-
 @triton.jit
 def _kept(keep, step, j, ok, H: tl.constexpr, RATE: tl.constexpr):
     """Zoneout's weight of the old state: one number, or a mask [T, B, H]."""
@@ -299,17 +100,6 @@ def _kept(keep, step, j, ok, H: tl.constexpr, RATE: tl.constexpr):
         return tl.load(keep).to(tl.float32)
     else:
         return tl.load(keep + step * H + j, mask=ok, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _load_cell(gain_cell, bias_cell, j, ok):
-    """Gains and biases of the cell's norm; where there are none, numbers that do not matter."""
-    gain, bias = 1.0, 0.0
-    if gain_cell is not None:
-        gain = tl.load(gain_cell + j, mask=ok, other=0.0)
-    if bias_cell is not None:
-        bias = tl.load(bias_cell + j, mask=ok, other=0.0)
-    return gain, bias
 
 
 @triton.jit
@@ -422,7 +212,7 @@ def forward_kernel(
     drop = _there(drop, table, 15) if drop is not None else None
     most = _there(most, table, 16) if most is not None else None
     reach = _there(reach, table, 17) if reach is not None else None
-    units, there = _parts(H, BLOCK, REST)
+    units, there = parts_of(H, BLOCK, REST)
     QUICK: tl.constexpr = quick_enough(hist.dtype.element_ty)
     PARTS: tl.constexpr = 2 if REST else 1
     row, plane = b * H, wide(B) * H
@@ -438,29 +228,29 @@ def forward_kernel(
         j, ok = units[p], there[p]
         c_old, h_old, gains, biases, keeps_h, keeps_c = 0, 0, 0, 0, 0, 0  # tuples take no None
         parameters, drops = 0, 0
-        inputs = _load_gates(x + step * (G * H), j, ok, H, G, STREAMED)
+        inputs = load_gates(x + step * (G * H), j, ok, H, G, STREAMED)
         if CELL == LSTM:
             c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0, eviction_policy=STREAMED)
         if carried is not None:
             h_old = tl.load(carried + tl.where(source > 0, plane, 0) + row + j, mask=ok, other=0.0)
         if gain is not None:
-            gains = _load_gates(gain, j, ok, H, G)
+            gains = load_gates(gain, j, ok, H, G)
         if bias is not None:
-            biases = _load_gates(bias, j, ok, H, G)
+            biases = load_gates(bias, j, ok, H, G)
         if keep_h is not None:
             keeps_h = _kept(keep_h, step, j, ok, H, RATE_H)
         if keep_c is not None:
             keeps_c = _kept(keep_c, step, j, ok, H, RATE_C)
         if CELL_NORM:
-            parameters = _load_cell(gain_cell, bias_cell, j, ok)
+            parameters = load_cell(gain_cell, bias_cell, j, ok)
         if drop is not None:
             drops = tl.load(drop + row + j, mask=ok, other=0.0)
         fetched = fetched + ((inputs, c_old, h_old, gains, biases, keeps_h, keeps_c, parameters, drops),)
     raw = ()
     for p in tl.static_range(PARTS):
-        a = _load_gates(y + b * (G * H), units[p], there[p], H, G)
+        a = load_gates(y + b * (G * H), units[p], there[p], H, G)
         for share in tl.static_range(1, SHARES):
-            a = _add(a, _load_gates(y + (share * B + b) * (G * H), units[p], there[p], H, G))
+            a = add(a, load_gates(y + (share * B + b) * (G * H), units[p], there[p], H, G))
         raw = raw + (a,)
     _all_fetched(BLOCK)
 
@@ -470,16 +260,16 @@ def forward_kernel(
         down *= fitting(tl.load(most))[1]
     products, squares = (), ()
     for p in tl.static_range(PARTS):
-        a = _floats(raw[p])
+        a = floats(raw[p])
         if most is not None:
-            a = _multiply(a, (down, down, down, down))
+            a = multiply(a, (down, down, down, down))
         if SITE == ON_SUM:
-            a = _add(a, fetched[p][0])
-        products, squares = products + (a,), squares + (_multiply(a, a),)
+            a = add(a, fetched[p][0])
+        products, squares = products + (a,), squares + (multiply(a, a),)
     if SITE != NOWHERE:
-        rstd = _inverse_deviations(squares, H, eps, G, SPLIT, STD)
+        rstd = inverse_deviations(squares, H, eps, G, SPLIT, STD)
         if stats is not None:
-            _store_statistics(stats + step * (G + 1), rstd, G, SPLIT)
+            store_statistics(stats + step * (G + 1), rstd, G, SPLIT)
 
     # The cell; what the outputs will need is fetched before anything is stored.
     if resets is not None:
@@ -499,15 +289,15 @@ def forward_kernel(
         inputs, c_old, h_old, gains, biases, keeps_h, keeps_c, parameters, drops = fetched[p]
         a = products[p]
         if SITE != NOWHERE:
-            a = _multiply(a, rstd)
+            a = multiply(a, rstd)
         if xhat is not None:
-            _store_gates(xhat + step * KEPT, a, j, ok, H, G, STREAMED)
+            store_gates(xhat + step * KEPT, a, j, ok, H, G, STREAMED)
         if gain is not None:
-            a = _multiply(a, _floats(gains))
+            a = multiply(a, floats(gains))
         if bias is not None:
-            a = _add(a, _floats(biases))
+            a = add(a, floats(biases))
         if (SITE != ON_SUM) & ((CELL == LSTM) | (CELL == RNN)):
-            a = _add(a, inputs)
+            a = add(a, inputs)
         if CELL == LSTM:
             i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3], QUICK)
             cells, lets_out = cells + (f * c_old + i * g,), lets_out + (o,)
@@ -520,7 +310,7 @@ def forward_kernel(
                 _, z, n = dreamer_gates(a[0], a[1], a[2], QUICK)
             cells = cells + (gru_forward(z, n, h_old),)
     if CELL_NORM:
-        apart, var = _centred(cells, there, H)
+        apart, var = centred_row(cells, there, H)
         cell_rstd = inverse_deviation(var, eps, STD)
         if xhat is not None:
             tl.store(stats + step * (G + 1) + G, cell_rstd)
@@ -622,7 +412,7 @@ def backward_kernel(
     keep_c = _there(keep_c, table, 19) if keep_c is not None else None
     drop = _there(drop, table, 20) if drop is not None else None
     most = _there(most, table, 21) if most is not None else None
-    units, there = _parts(H, BLOCK, REST)
+    units, there = parts_of(H, BLOCK, REST)
     QUICK: tl.constexpr = quick_enough(hist.dtype.element_ty)
     PARTS: tl.constexpr = 2 if REST else 1
     row, plane = b * H, wide(B) * H
@@ -639,23 +429,23 @@ def backward_kernel(
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
         inputs, c_old, h_old, centred, gains, biases, parameters = 0, 0, 0, 0, 0, 0, 0
-        raw = _load_gates(xhat + step * KEPT, j, ok, H, G, STREAMED)
+        raw = load_gates(xhat + step * KEPT, j, ok, H, G, STREAMED)
         if SITE != ON_SUM:
-            inputs = _load_gates(x + step * (G * H), j, ok, H, G, STREAMED)
+            inputs = load_gates(x + step * (G * H), j, ok, H, G, STREAMED)
         if CELL == LSTM:
             c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0, eviction_policy=STREAMED)
         if (CELL != LSTM) & (CELL != RNN):
             h_old = tl.load(hist + source * plane + row + j, mask=ok, other=0.0).to(tl.float32)
         if CELL_NORM:
             centred = tl.load(xhat + step * KEPT + G * H + j, mask=ok, other=0.0, eviction_policy=STREAMED)
-            parameters = _load_cell(gain_cell, bias_cell, j, ok)
+            parameters = load_cell(gain_cell, bias_cell, j, ok)
         if gain is not None:
-            gains = _load_gates(gain, j, ok, H, G)
+            gains = load_gates(gain, j, ok, H, G)
         if bias is not None:
-            biases = _load_gates(bias, j, ok, H, G)
+            biases = load_gates(bias, j, ok, H, G)
         fetched = fetched + ((raw, inputs, c_old, h_old, centred, gains, biases, parameters),)
     if SITE != NOWHERE:
-        rstd = _load_statistics(stats + step * (G + 1), G, SPLIT)
+        rstd = load_statistics(stats + step * (G + 1), G, SPLIT)
     if CELL_NORM:
         cell_rstd = tl.load(stats + step * (G + 1) + G)
 
@@ -731,14 +521,14 @@ def backward_kernel(
         j, ok = units[p], there[p]
         raw, inputs, c_old, h_old, centred, gains, biases, parameters = fetched[p]
         dh, dc, past, past_c = arrived[p]
-        a = _floats(raw)
+        a = floats(raw)
         if gain is not None:
-            a = _multiply(a, _floats(gains))
+            a = multiply(a, floats(gains))
         if bias is not None:
-            a = _add(a, _floats(biases))
+            a = add(a, floats(biases))
         if (SITE != ON_SUM) & (CELL != GRU):
-            a = _add(a, inputs)
-        a = _add(a, (late, late, late, late))
+            a = add(a, inputs)
+        a = add(a, (late, late, late, late))
         if CELL == LSTM:
             i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3], QUICK)
             seen = f * c_old + i * g
@@ -765,10 +555,10 @@ def backward_kernel(
         for p in tl.static_range(PARTS):
             own_gain = fetched[p][7][0]
             if AGAIN:
-                own_gain = _load_cell(gain_cell, None, units[p], there[p])[0]
+                own_gain = load_cell(gain_cell, None, units[p], there[p])[0]
             d_seen = rounded(to_seen[p], own_gain.to(tl.float32))
             to_centred, along_cell = to_centred + (d_seen,), along_cell + (d_seen * fetched[p][4].to(tl.float32),)
-        mean_cell, slope_cell = _two_sums(_joined(to_centred), _joined(along_cell))
+        mean_cell, slope_cell = two_sums(joined(to_centred), joined(along_cell))
         mean_cell, slope_cell = mean_cell * (1.0 / H), slope_cell * (1.0 / H) * std_correction(cell_rstd, eps, STD)
 
     # Its gradients.
@@ -801,11 +591,11 @@ def backward_kernel(
         if direct is not None:
             tl.store(direct + row + j, past, mask=ok)
         if d_x is not None:
-            _store_gates(d_x + step * (G * H), d, j, ok, H, G, STREAMED)
+            store_gates(d_x + step * (G * H), d, j, ok, H, G, STREAMED)
         if (CELL != LSTM) & (CELL != RNN):
             d = (d0, d1, d2 * r, d2)
         if d_y is not None:
-            _store_gates(d_y + step * (G * H), d, j, ok, H, G, STREAMED)
+            store_gates(d_y + step * (G * H), d, j, ok, H, G, STREAMED)
         to_gates = to_gates + (d,)
 
     # The norm.
@@ -815,32 +605,32 @@ def backward_kernel(
             j, ok = units[p], there[p]
             raw, gains, d = fetched[p][0], fetched[p][5], to_gates[p]
             if AGAIN:
-                raw = _load_gates(xhat + step * KEPT, j, ok, H, G)
+                raw = load_gates(xhat + step * KEPT, j, ok, H, G)
                 if gain is not None:
-                    gains = _load_gates(gain, j, ok, H, G)
+                    gains = load_gates(gain, j, ok, H, G)
             if gain is not None:
-                d = _rounded_products(d, _floats(gains))
-            to_normed, normed = to_normed + (d,), normed + (_floats(raw),)
-            along = along + (_multiply(d, normed[p]),)
-        mean, slope = _projections(to_normed, along, H, G, SPLIT)
-        slope = _corrected(slope, rstd, eps, STD)
+                d = rounded_products(d, floats(gains))
+            to_normed, normed = to_normed + (d,), normed + (floats(raw),)
+            along = along + (multiply(d, normed[p]),)
+        mean, slope = projections(to_normed, along, H, G, SPLIT)
+        slope = corrected(slope, rstd, eps, STD)
         to_gates = ()
         for p in tl.static_range(PARTS):
-            to_gates = to_gates + (_through_norm(to_normed[p], normed[p], rstd, mean, slope),)
+            to_gates = to_gates + (through_norm(to_normed[p], normed[p], rstd, mean, slope),)
     for p in tl.static_range(PARTS):
-        _store_gates(d_raw + step * (G * H), to_gates[p], units[p], there[p], H, G)
+        store_gates(d_raw + step * (G * H), to_gates[p], units[p], there[p], H, G)
     if most is not None:
         largest = ()
         for p in tl.static_range(PARTS):
-            largest = largest + (_largest(to_gates[p], G),)
-        up, down = fitting(tl.max(_joined(largest, True), 0))
+            largest = largest + (largest_gate(to_gates[p], G),)
+        up, down = fitting(tl.max(joined(largest, True), 0))
         tl.store(scale + b, down * fitting(tl.load(most))[1])
     if d_now is not None:
         for p in tl.static_range(PARTS):
             d = to_gates[p]
             if most is not None:
-                d = _multiply(d, (up, up, up, up))
-            _store_gates(d_now + b * (G * H), d, units[p], there[p], H, G)
+                d = multiply(d, (up, up, up, up))
+            store_gates(d_now + b * (G * H), d, units[p], there[p], H, G)
     tl.debug_barrier()  # every thread has read the clock
     tl.store(table + CLOCKS + b, t - 1)
 

@@ -1,0 +1,219 @@
+"""The fused step of a cell against the float64 reference: new states and every gradient."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+import lamina
+from lamina import reference
+from lamina.kernels import fused, interpreted
+from tests.cases import EVERY, assert_same, cast, leaves
+from tests.test_sequence import assert_as_good, problem
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("bfloat16_is_rounded")
+
+ROWS = [row for row in EVERY if row[1] != "batch"]
+IDS = ["-".join(map(str, row)) for row in ROWS]
+FEW = [("LSTM", "layer", "paper"), ("GRU", "layer", "paper"), ("RNN", "layer", "paper"), ("GRU", "layer", "joint")]
+SINGLE = torch.float32
+
+
+def masks(row, batch, hidden, device):
+    """Zoneout's masks and that of recurrent dropout."""
+    count = 2 if row[0] == "LSTM" else 1
+    keep = tuple((torch.rand(1, batch, hidden, device=device) < 0.5).float() for _ in range(count))
+    return {"zoneout": keep, "recurrent_mask": 2 * (torch.rand(batch, hidden, device=device) < 0.5).float()}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_every_row(row, device):
+    assert_as_good(lambda: problem(row, (1, 5, 7, 17), device), SINGLE, "cell")
+    assert_as_good(lambda: problem(row, (1, 3, 4, 32), device, **masks(row, 3, 32, device)), SINGLE, "cell")
+
+
+@pytest.mark.parametrize("row", FEW, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(row, dtype, device):
+    assert_as_good(lambda: problem(row, (1, 4, 9, 33), device), dtype, "cell")
+
+
+@pytest.mark.parametrize("row", FEW, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 31, 33, 127, 257])
+def test_ugly_sizes(row, size, device):
+    """Each of batch, inputs and units in turn."""
+    for axis in range(2 if size > 33 and interpreted() else 1, 4):  # the interpreter runs a program for each row
+        shape = tuple(size if n == axis else 1 if n == 0 else 3 for n in range(4))
+        times = 8 if shape[3] <= 2 else 2  # a norm over one unit or two leaves a sign: whatever rounds is enlarged
+        assert_as_good(lambda shape=shape: problem(row, shape, device), SINGLE, "cell", times)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_rates_and_the_other_epsilon(row, device):
+    rates = (0.3, 0.4)[: 2 if row[0] == "LSTM" else 1]
+    more = {"zoneout": rates, "eps_mode": "std", "eps": 1e-3}
+    assert_as_good(lambda: problem(row, (1, 3, 2, 6), device, **more), SINGLE, "cell")
+
+
+def test_relu(device):
+    assert_as_good(lambda: problem(FEW[2], (1, 3, 2, 6), device, nonlinearity="relu"), SINGLE, "cell")
+
+
+def test_more_rows_than_programs(device, monkeypatch):
+    """Programs walk over rows and add up their shares."""
+    monkeypatch.setattr("lamina.kernels.cell.processors", lambda device: 1)
+    for row in FEW:
+        assert_as_good(lambda row=row: problem(row, (1, 7, 3, 9), device), SINGLE, "cell")
+
+
+@pytest.mark.parametrize("row", FEW, ids=str)
+def test_without_a_state(row, device):
+    """None is 0: the same numbers as zeros, and no gradient for what is not there."""
+    call = cast(problem(row, (1, 3, 4, 9), device), SINGLE, SINGLE)
+    zeros = tuple(torch.zeros_like(s) for s in call.state)
+    want = reference.evaluate(dataclasses.replace(call, state=zeros))
+    result = fused.run(dataclasses.replace(call, state=(None,) * len(zeros)), "cell")
+    torch.testing.assert_close(result.output, want.output, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(result.output.sum(), call.weights.weight_hh, allow_unused=True)[0]
+    assert found is None or not found.any()
+
+
+@pytest.mark.parametrize("row", FEW, ids=str)
+def test_only_what_is_asked_for(row, device):
+    """One state's gradient arrives, one tensor's is wanted."""
+    call = cast(problem(row, (1, 3, 4, 9), device), SINGLE, SINGLE)
+    for name in leaves(call):
+        found, want = (
+            torch.autograd.grad(run(call).state[0].square().sum(), leaves(call)[name])[0]
+            for run in (lambda c: fused.run(c, "cell"), reference.evaluate)
+        )
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    frozen = dataclasses.replace(call, weights=call.weights._replace(
+        **{k: v.detach() for k, v in call.weights._asdict().items() if v is not None}))  # fmt: skip
+    found = torch.autograd.grad(fused.run(frozen, "cell").output.sum(), call.input)[0]
+    want = torch.autograd.grad(reference.evaluate(frozen).output.sum(), call.input)[0]
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("row", FEW, ids=str)
+def test_twice_differentiable_by_the_references_route(row, device):
+    call = cast(problem(row, (1, 3, 2, 5), device), SINGLE, SINGLE)
+    grads = []
+    for run in (lambda c: fused.run(c, "cell"), reference.evaluate):
+        first = torch.autograd.grad(run(call).output.square().sum(), call.input, create_graph=True)[0]
+        grads.append(torch.autograd.grad(first.square().sum(), call.weights.weight_ih)[0])
+    assert_same([grads[0]], [grads[1]], 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
+def test_cells_take_it_by_name(kind, device):
+    cell = getattr(lamina, kind)(3, 9, backend="triton", device=device)
+    other = getattr(lamina, kind)(3, 9, backend="reference", device=device)
+    other.load_state_dict(cell.state_dict())
+    x = torch.randn(4, 3, device=device)
+    choice = lamina.explain(cell, x)
+    assert (choice.backend, choice.path) == ("triton", "cell")
+    state = state_other = None
+    for _ in range(3):
+        state, state_other = cell(x, state), other(x, state_other)
+    torch.testing.assert_close(state, state_other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(cell(x[0]), other(x[0]), rtol=1e-4, atol=1e-5)
+
+
+def known(cell, device):
+    """A cell that has seen a call of three cases, and what that gave."""
+    x = torch.randn(3, 4, device=device)
+    state = torch.randn(3, 5, device=device), torch.randn(3, 5, device=device)
+    first, again = cell(x, state), cell(x, list(state))
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    assert len(cell._fused) == 1
+    return x, state, first
+
+
+def test_a_call_like_one_before_is_not_looked_at_twice_unless_something_changed(device):
+    """A new dtype, shape, parametrisation or mode is: it is served or refused as if it were the first."""
+    cell = lamina.LSTMCell(4, 5, backend="triton", device=device)
+    x, (h, c), want = known(cell, device)
+    with torch.no_grad():
+        assert torch.equal(cell(x, (h, c))[0], want[0])
+    turned = torch.randn(5, 3, device=device).t()
+    torch.testing.assert_close(cell(x, (turned, c)), cell(x, (turned.contiguous(), c)))
+    with pytest.raises(lamina.InputError, match="of shape"):
+        cell(x, (h[:2], c[:2]))
+    with pytest.raises(lamina.InputError, match="one dtype"):
+        cell(x, (h.double(), c))
+    with pytest.raises(lamina.InputError, match="as hx"):
+        cell(x, (h, None))
+    copy.deepcopy(cell)(x, (h, c))
+    torch.nn.utils.parametrizations.weight_norm(cell, "weight_hh")
+    torch.testing.assert_close(cell(x, (h, c)), want)
+    cell.double()
+    with pytest.raises(lamina.BackendError, match="float64"):
+        cell(x.double(), (h.double(), c.double()))
+
+
+def test_transforms_and_compilers_see_plain_operations(device):
+    cell = lamina.GRUCell(4, 5, device=device)
+    x = torch.randn(3, 4, device=device)
+    want = cell(x)
+    torch.testing.assert_close(torch.func.vmap(cell)(x), want)
+    torch.testing.assert_close(torch.compile(cell, fullgraph=True, backend="eager")(x), want)
+    named = lamina.GRUCell(4, 5, device=device, backend="triton")
+    named(x)
+    with pytest.raises(lamina.BackendError, match=r"torch\.func"):
+        torch.func.vmap(named)(x)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_states_of_another_dtype_under_autocast(device_type, device):
+    if device_type != device.type:
+        pytest.skip("the other device's")
+    cell = lamina.LSTMCell(3, 9, backend="triton", device=device)
+    x, h = torch.randn(4, 3, device=device), torch.randn(4, 9, device=device, requires_grad=True)
+    with torch.autocast(device_type, torch.bfloat16):
+        out, c = cell(x, (h, torch.zeros_like(h)))
+    assert out.dtype == torch.bfloat16
+    (out.float().sum() + c.float().sum()).backward()
+    assert h.grad.dtype == torch.float32
+    assert cell.weight_hh.grad.dtype == torch.float32
+
+
+def test_what_it_cannot_serve_it_refuses_with_words(device):
+    x = torch.randn(2, 3, device=device)
+    with pytest.raises(lamina.BackendError, match="mixes the cases"):
+        lamina.LSTMCell(3, 4, norm="batch", backend="triton", device=device)(x)
+    with pytest.raises(lamina.BackendError, match="at most 8192 units"):
+        lamina.explain(lamina.RNNCell(3, 8193, backend="triton", device=device), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
+def test_captured_steps_give_the_same_numbers(kind):
+    """A loop of steps, forward and backward, as one CUDA graph."""
+    cell = getattr(lamina, kind)(16, 32, backend="triton", device="cuda")
+    x = torch.randn(5, 4, 16, device="cuda")
+
+    def train():
+        state = None
+        for frame in x:
+            state = cell(frame, state)
+        h = state[0] if isinstance(state, tuple) else state
+        return [h, *torch.autograd.grad(h.square().sum(), list(cell.parameters()))]
+
+    want = [t.clone() for t in train()]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        train()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = train()
+    for _ in range(3):
+        graph.replay()
+        for got, asked in zip(found, want, strict=True):
+            assert torch.equal(got, asked)
