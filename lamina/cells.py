@@ -40,6 +40,8 @@ class RecurrentCell(RecurrentModule):
         self, input_size: int, hidden_size: int, bias: bool, device: Any, dtype: Any, given: CellOptions
     ) -> None:
         super().__init__(input_size, hidden_size, 0, bias, given, device, dtype)
+        if self.options.recompute:
+            raise fail("recompute is for layers: a cell has one step", "recompute=True", "Drop it.")
         self._add_cell("", self.input_size)
         self._fused: dict[Any, Any] = {}  # kinds of calls that the fused step is known to serve, and their settings
         self.reset_parameters()

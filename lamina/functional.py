@@ -139,6 +139,7 @@ def rnn(
     zoneout: Masks = (None,),
     recurrent_mask: Tensor | None = None,
     population: Mapping[str, Moments] | None = None,
+    recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """A layer-normalised RNN (Eq. 4) over a sequence: input [T, B, D], state [B, H]; gives outputs and h_n."""
@@ -146,7 +147,7 @@ def rnn(
     where = resolve("RNN", norm, placement)
     call = Recurrence(
         "RNN", input, (state,), weights, norm, where, eps, eps_mode, nonlinearity,
-        lengths, resets, reverse, zoneout, recurrent_mask, population,
+        lengths, resets, reverse, zoneout, recurrent_mask, population, recompute=recompute,
     )  # fmt: skip
     result = run(call, backend)
     return result.output, result.state[0]
@@ -167,13 +168,14 @@ def lstm(
     zoneout: Masks = (None, None),
     recurrent_mask: Tensor | None = None,
     population: Mapping[str, Moments] | None = None,
+    recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, LSTMState]:
     """A layer-normalised LSTM over a sequence: input [T, B, D], state (h [B, P], c [B, H])."""
     where = resolve("LSTM", norm, placement)
     call = Recurrence(
         "LSTM", input, tuple(state), weights, norm, where, eps, eps_mode, "tanh",
-        lengths, resets, reverse, zoneout, recurrent_mask, population,
+        lengths, resets, reverse, zoneout, recurrent_mask, population, recompute=recompute,
     )  # fmt: skip
     result = run(call, backend)
     return result.output, (result.state[0], result.state[1])
@@ -194,13 +196,14 @@ def gru(
     zoneout: Masks = (None,),
     recurrent_mask: Tensor | None = None,
     population: Mapping[str, Moments] | None = None,
+    recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """A layer-normalised GRU over a sequence: input [T, B, D], state [B, H]; gives outputs and h_n."""
     where = resolve("GRU", norm, placement)
     call = Recurrence(
         "GRU", input, (state,), weights, norm, where, eps, eps_mode, "tanh",
-        lengths, resets, reverse, zoneout, recurrent_mask, population,
+        lengths, resets, reverse, zoneout, recurrent_mask, population, recompute=recompute,
     )  # fmt: skip
     result = run(call, backend)
     return result.output, result.state[0]
@@ -224,6 +227,7 @@ def _request(call: Recurrence, single_step: bool) -> Request:
         call.cell, call.norm, call.placement.name, single_step,
         call.weights.weight_hh.shape[0] // GATES[call.cell], call.input.shape[1],
         call.weights.weight_hr is not None, transformed(call.input, call.weights.weight_hh), call.nonlinearity,
+        recompute=call.recompute,
     )  # fmt: skip
 
 
@@ -416,7 +420,7 @@ def explain(target: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -
     request = Request(
         "recurrence", x.device, dtype, eps, mode, cell, norm, where.name, False,
         w.weight_hh.shape[0] // GATES[cell], x.shape[1], w.weight_hr is not None, transformed(x, w.weight_hh),
-        given.get("nonlinearity", "tanh"),
+        given.get("nonlinearity", "tanh"), recompute=given["recompute"],
     )  # fmt: skip
     return choose(request, backend)
 

@@ -30,6 +30,7 @@ class CellOptions(TypedDict, total=False):
     recurrent_dropout: float
     learn_initial_state: bool
     backend: str
+    recompute: bool
     momentum: float | None
     eval_statistics: str
     max_steps: int | None
@@ -49,6 +50,8 @@ class Options:
     recurrent_dropout: probability of dropping a unit of h on its way into W_h, one mask for the whole sequence.
     learn_initial_state: the state a sequence starts from (and is reset to) is a parameter, 0 at first.
     backend: "auto" or a name; see ``lamina.explain``.
+    recompute: keep only states for the backward pass, which then makes the gates anew, a part of the sequence at a
+        time: less memory, more time. Of the fused kernels; see ``lamina.explain``.
     momentum: of the running statistics of batch norm; None averages over all batches.
     eval_statistics: "population" or "batch", what batch norm uses in evaluation.
     max_steps: how many steps batch norm keeps statistics of; None grows with the longest sequence seen. Processes
@@ -65,6 +68,7 @@ class Options:
     recurrent_dropout: float = 0.0
     learn_initial_state: bool = False
     backend: str = "auto"
+    recompute: bool = False
     momentum: float | None = 0.1
     eval_statistics: str = "population"
     max_steps: int | None = None
@@ -87,6 +91,8 @@ class Options:
         one_of("eval_statistics", self.eval_statistics, ("population", "batch"))
         probability("recurrent_dropout", self.recurrent_dropout, below_one=True)
         self.zoneout_rates(cell)
+        if not isinstance(self.recompute, bool):
+            raise fail("recompute must be True or False", f"recompute={self.recompute!r}", "Pass one of them.")
         if self.momentum is not None:
             probability("momentum", self.momentum)
         if self.max_steps is not None:

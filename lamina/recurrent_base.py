@@ -154,7 +154,7 @@ class RecurrentModule(nn.Module):
     def _recurrence(self, suffix: str, x: Tensor, state: GivenState, **more: Any) -> Recurrence:
         return Recurrence(
             self.cell, x, state, self._weights(suffix), self.norm, self._where, self.eps, self.eps_mode,
-            self.nonlinearity, population=self._population(suffix), **more,
+            self.nonlinearity, population=self._population(suffix), recompute=self.options.recompute, **more,
         )  # fmt: skip
 
     def backend_request(self, *args: Any) -> Request:
@@ -165,7 +165,7 @@ class RecurrentModule(nn.Module):
         return Request(
             "recurrence", like.device, dtype, self.eps, self.eps_mode, self.cell, self.norm, self._where.name,
             self.single_step, self.hidden_size, self._batch_of(*args), bool(self.proj_size),
-            transformed(like), self.nonlinearity,
+            transformed(like), self.nonlinearity, recompute=self.options.recompute,
         )  # fmt: skip
 
     def _batch_of(self, *args: Any) -> int:

@@ -324,6 +324,7 @@ class Recurrence:
     recurrent_mask: Tensor | None = None  # [B, P], multiplies h on its way into W_h
     population: Mapping[str, Moments] | None = None
     first_step: int = 0  # the step number of input[0], for per-step batch statistics
+    recompute: bool = False  # gates are not kept for the backward pass; the reference keeps what autograd needs
 
     def state_shapes(self) -> list[tuple[int, int]]:
         """[B, P] of h, and for the LSTM [B, H] of c."""

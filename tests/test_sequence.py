@@ -16,7 +16,8 @@ import torch
 
 import lamina
 from lamina import functional, reference
-from lamina.kernels import forms, fused, interpreted, plans, precision
+from lamina.kernels import forms, fused, interpreted, plans, precision, walk
+from lamina.kernels.given import extras_of, tensors_of
 from lamina.placements import PLACEMENTS
 from lamina.reference import Recurrence
 from tests.cases import EVERY, cast, everything, leaves, random_call, rounded_products
@@ -291,8 +292,8 @@ def test_function_transforms_go_to_the_reference(device):
 @pytest.mark.parametrize("row", [("LSTM", "layer", "paper"), ("GRU", None, None)], ids=str)
 def test_operators_keep_torchs_rules(row, path, device):
     call = cast(problem(row, (3, 2, 4, 5), device), torch.float32, torch.float32)
-    tensors = [None if t is None else t.detach().requires_grad_() for t in fused._tensors(call, None)]
-    names, given = fused._named(tensors, fused._extras(call))
+    tensors = [None if t is None else t.detach().requires_grad_() for t in tensors_of(call, None)]
+    names, given = fused._named(tensors, extras_of(call))
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     arguments = (given, names, *forms.setting_of(call).encode(), path, True)
     torch.library.opcheck(fused._sequence, arguments, test_utils=checks)
@@ -408,7 +409,7 @@ def test_a_frozen_matrix_costs_no_product_and_changes_nothing(path, device, monk
     want = torch.autograd.grad(fused.run(call, path).output.sum(), call.input)
     frozen = dataclasses.replace(call, weights=call.weights._replace(weight_hh=call.weights.weight_hh.detach()))
     asked = []
-    backward = fused._module(path).backward
-    monkeypatch.setattr(fused._module(path), "backward", lambda *a, **k: asked.append(k) or backward(*a, **k))
+    backward = walk.module(path).backward
+    monkeypatch.setattr(walk.module(path), "backward", lambda *a, **k: asked.append(k) or backward(*a, **k))
     assert torch.equal(torch.autograd.grad(fused.run(frozen, path).output.sum(), frozen.input)[0], want[0])
     assert asked == [{"train_matrix": False}]

@@ -44,6 +44,7 @@ class Request:
     transformed: bool = False  # inside torch.func or forward-mode differentiation
     nonlinearity: str = "tanh"
     autocast: bool = False  # a layer norm's: recurrences are cast before
+    recompute: bool = False  # gates are not kept for the backward pass
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,10 @@ def _norm_obstacle(request: Request, forced: bool) -> str:
 
 
 def _choose_recurrence(request: Request, backend: str) -> Choice:
+    if backend == "reference" and request.recompute:
+        raise BackendError(
+            "backend='reference' keeps what autograd needs and knows no recompute=True. Drop one of them."
+        )
     if backend == "reference":
         return Choice("reference", "asked for by name: plain PyTorch, one step after another")
     if backend == "auto" and torch.onnx.is_in_onnx_export():
@@ -129,6 +134,7 @@ def _choose_recurrence(request: Request, backend: str) -> Choice:
     if not obstacle:
         return _fused(request, wanted, forced)
     why = f"plain PyTorch serves {_name(request)} on {request.device.type}: {obstacle}"
+    why += "; recompute=True changes nothing there" if request.recompute else ""
     if torch.compiler.is_compiling() and not request.single_step:
         why += "; inside one opaque operator, so that torch.compile and torch.export do not unroll the steps"
         return Choice("reference", why, opaque=True)
@@ -199,6 +205,12 @@ def _common_obstacle(request: Request) -> str:
 
 def _fused(request: Request, backend: str, forced: bool) -> Choice:
     again = "; gradients of gradients take the reference's route"
+    if request.recompute:
+        again += (
+            "; recompute=True changes nothing under torch.compile"
+            if torch.compiler.is_compiling()
+            else "; gates are made anew in the backward pass, a part of the sequence at a time"
+        )
     named = "asked for by name; " if forced else ""
     if backend == "numba":
         return Choice("numba", f"{named}all steps in one compiled kernel on torch's threads{again}", path="cpu")

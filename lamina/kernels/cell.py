@@ -19,24 +19,24 @@ from torch.nn.functional import linear
 from ..reference import Recurrence, SequenceResult
 from . import fused
 from .forms import Form, Setting, form_of, power, setting_of
+from .given import COUNT, Given, extras_of, tensors_of, there
 from .plans import processors
 from .precision import as_cudnn_multiplies
 from .start import start
 
-Given = Tensor | None
 _AS_IT_IS = nullcontext()
 
 
 def run(call: Recurrence) -> SequenceResult:
     """One step of a recurrence, of an input [1, B, D]."""
-    tensors, extras = fused._tensors(call, None), fused._extras(call)
+    tensors, extras = tensors_of(call, None), extras_of(call)
     masks = [None if m is None else m[0] for m in extras[2:4]]
-    found = step(setting_of(call, "cell"), fused._there(tensors[0])[0], *tensors[1:], *masks, extras[4])
+    found = step(setting_of(call, "cell"), there(tensors[0])[0], *tensors[1:], *masks, extras[4])
     return SequenceResult(found[0].unsqueeze(0), found, {})
 
 
 def step(setting: Setting, *given: Given) -> tuple[Tensor, ...]:
-    """The new state: of x [B, D], the rest of fused.NAMES, both keep masks [B, H] and the dropout mask."""
+    """The new state: of x [B, D], the rest of given.NAMES, both keep masks [B, H] and the dropout mask."""
     if not torch.is_grad_enabled():
         h, c, *_ = _forward(form_of(setting), given)
     else:
@@ -136,7 +136,7 @@ def _gradients(
 ) -> list[Given]:  # fmt: skip
     """Of the input, the state and the parameters, in the order in which they came."""
     x, h, _, weight_ih, weight_hh = given[:5]
-    x, weight_ih, weight_hh = fused._there(x), fused._there(weight_ih), fused._there(weight_hh)
+    x, weight_ih, weight_hh = there(x), there(weight_ih), there(weight_hh)
     (batch, width), hidden, drop = from_x.shape, weight_hh.shape[1], given[-1]
     alike = (form.cell in ("LSTM", "RNN") and form.site != "hh") or form.site == "sum"
     d_from_x = torch.empty_like(from_x)
@@ -181,9 +181,9 @@ def _of_parameters(form: Form, shares: Tensor, width: int, hidden: int, given: l
 
 def _differentiable(setting: Setting, given: list[Given], grads: tuple[Given, ...], needed: tuple[bool, ...]) -> Any:
     """The gradients by the reference's own graph."""
-    x, *others = given[: fused.COUNT]
+    x, *others = given[:COUNT]
     keeps = [None if k is None else k.unsqueeze(0) for k in given[12:14]]
-    tensors = [fused._there(x).unsqueeze(0), *others]
+    tensors = [there(x).unsqueeze(0), *others]
     arriving = (None, *grads)[: 3 if setting.cell == "LSTM" else 2]
     found = fused._differentiable_gradients(setting, tensors, [None, None, *keeps, given[14]], arriving, needed)
     first = None if found[0] is None else found[0][0]

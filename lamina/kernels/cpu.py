@@ -18,13 +18,10 @@ from . import cpu_team
 from .cpu_fields import PLACES
 from .cpu_target import STRETCH, panel_width
 from .forms import CELLS, SITES, Setting, form_of
+from .given import NAMES, Given
+from .given import there as _there
 
 CHUNK = 512  # rows whose gradients are kept at once: the matrices' gradients are added up as they come
-NAMES = (
-    "input", "h", "c", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "gain_ih", "gain_hh", "gain_sum", "gain_cell",
-    "bias_cell",
-)  # fmt: skip
-Given = Tensor | None
 KINDS = {torch.float32: "float32", torch.float64: "float64"}
 FEW = 64  # rows of a product for each thread below which threads take columns: rows are shared at the price of packing
 SHARE = 2**15  # numbers of a matrix that are worth a thread of their own where threads share one row's product
@@ -195,12 +192,6 @@ class Call(Job):
             self.set(packed=packed(weight, not backward), panels=panels)
 
 
-def _there(tensor: Given) -> Tensor:
-    if tensor is None:
-        raise TypeError("a recurrence needs its input and its matrices, got None.")
-    return tensor
-
-
 def _scratch(call: Call, widths: int) -> Tensor:
     """Each thread's own rows."""
     size = widths * call.width + 6 * call.hidden + 64
@@ -216,9 +207,9 @@ def _first(state: Given, call: Call, out: Tensor) -> None:
 
 
 def forward(
-    setting: Setting, tensors: Sequence[Given], extras: Sequence[Given], keep: bool, call: Call | None = None
+    setting: Setting, tensors: Sequence[Given], extras: Sequence[Given], keep: str, call: Call | None = None
 ) -> list[Tensor]:
-    """hist [T+1, B, H], the final h and c, then what backward needs: W_x x, c_hist, x^ and 1/deviations."""
+    """hist [T+1, B, H], the final h and c; to keep "states" c_hist; "all" W_x x, c_hist, x^ and 1/deviations."""
     by_name = dict(zip(NAMES, tensors))
     call = call or Call(setting, by_name, extras)
     steps, batch, hidden, lstm = call.steps, call.batch, call.hidden, call.form.cell == "LSTM"
@@ -227,22 +218,22 @@ def forward(
     multiply(x.flatten(0, 1), weight_ih, True, summed.flatten(0, 1))
     hist = call.empty(steps + 1, batch, hidden)
     _first(by_name["h"], call, hist[0])
-    whole_c = keep or call.resets is not None
+    whole_c, train = keep != "nothing" or call.resets is not None, keep == "all"
     c_hist = call.empty((steps + 1 if whole_c else 1) if lstm else 0, batch, hidden)
     if lstm:
         _first(by_name["c"], call, c_hist[0])
-    xhat = call.empty(steps if keep else 1, batch, call.width)
-    rstd = call.empty(steps if keep else 0, batch, len(call.groups))
+    xhat = call.empty(steps if train else 1, batch, call.width)
+    rstd = call.empty(steps if train else 0, batch, len(call.groups))
     size = hist.element_size()
     call.matrix(_there(by_name["weight_hh"]), False)
     call.set(
         begin=0, end=steps, summed=summed, hist=hist, c_hist=c_hist, c_step=batch * hidden * size if whole_c else 0,
-        xhat=xhat, xhat_step=batch * call.width * size if keep else 0, rstd=rstd, scratch=_scratch(call, 2),
+        xhat=xhat, xhat_step=batch * call.width * size if train else 0, rstd=rstd, scratch=_scratch(call, 2),
     )  # fmt: skip
     call.run("forward", call.threads)
     call.let_go("weight", "packed", "z", "scratch")
     c_n = c_hist[-1].clone() if lstm else hist.new_empty(0)
-    kept = [summed, c_hist, xhat, rstd] if keep else []
+    kept = {"nothing": [], "states": [c_hist], "all": [summed, c_hist, xhat, rstd]}[keep]
     return [hist, hist[-1].clone(), c_n, *kept]
 
 
@@ -333,7 +324,7 @@ def _small(call: Call, shares: Tensor, by_name: dict[str, Given]) -> dict[str, A
 
 
 def shapes(setting: Setting, x: Tensor, weight_hh: Tensor, keep: bool) -> list[tuple[int, ...]]:
-    """Of what ``forward`` gives."""
+    """Of what ``forward`` gives, with all that backward needs or nothing."""
     form = form_of(setting)
     (steps, batch), (width, hidden), lstm = x.shape[:2], weight_hh.shape, form.cell == "LSTM"
     found: list[tuple[int, ...]] = [(steps + 1, batch, hidden), (batch, hidden), (batch, hidden) if lstm else (0,)]

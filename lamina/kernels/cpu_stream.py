@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ..reference import Recurrence
-from . import cpu_team, fused
-from .cpu import KINDS, NAMES, Call, packed
+from . import cpu_team, given
+from .cpu import KINDS, Call, packed
 from .cpu_fields import PLACES
 from .cpu_target import STRETCH, panel_width
 from .forms import setting_of
+from .given import NAMES
 
 
 class Step:
@@ -20,8 +21,8 @@ class Step:
 
     @torch.no_grad()
     def __init__(self, call: Recurrence) -> None:
-        extras = fused._extras(call)
-        tensors = [None if t is None else t.detach() for t in fused._tensors(call, None)]
+        extras = given.extras_of(call)
+        tensors = [None if t is None else t.detach() for t in given.tensors_of(call, None)]
         by_name = dict(zip(NAMES, tensors))
         x, weight_ih, weight_hh = call.input, by_name["weight_ih"], by_name["weight_hh"]
         if weight_ih is None or weight_hh is None:

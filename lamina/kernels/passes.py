@@ -44,7 +44,7 @@ _lock = threading.RLock()
 
 
 def lease(
-    setting: Setting, path: str, keep: bool, tensors: Sequence[Given], extras: Sequence[Given], forward: Forward
+    setting: Setting, path: str, keep: str, tensors: Sequence[Given], extras: Sequence[Given], forward: Forward
 ) -> Lease | None:
     """Memory and graphs for this call; None where it had better be launched as it is."""
     x, weight, matrix = tensors[0], tensors[3], tensors[4]
@@ -147,7 +147,7 @@ class Space:
     """Static tensors of one pass, and its graphs."""
 
     def __init__(
-        self, setting: Setting, path: str, keep: bool, tensors: Sequence[Given], extras: Sequence[Given],
+        self, setting: Setting, path: str, keep: str, tensors: Sequence[Given], extras: Sequence[Given],
         forward: Forward,
     ) -> None:  # fmt: skip
         self.call = (setting, path)

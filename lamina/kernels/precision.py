@@ -93,6 +93,10 @@ class Product:
         with as_cudnn_multiplies(self.dtype):
             return torch.mm(self.left, self.right)
 
+    def add_to(self, total: Tensor) -> None:
+        with as_cudnn_multiplies(self.dtype):
+            total.addmm_(self.left, self.right)
+
 
 LATE = 4 * 2**20  # numbers of a product that is worth another launch
 

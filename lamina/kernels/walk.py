@@ -1,0 +1,150 @@
+"""A layer's pass, from its input to its output and back.
+
+W_x x of all steps (``rows``), W_h centred, and the walk through the steps (``launch`` or ``steps``); on a CPU ``cpu``
+does all of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import cpu, launch
+from .forms import Extras, Form, Setting, form_of
+from .given import NAMES, Tensors, there
+from .precision import Matrix, Product, as_cudnn_multiplies, formed, matrix_gradient
+
+# What a forward pass leaves for backward: nothing, the states alone, or all that ``backward`` takes.
+NOTHING, STATES, ALL = "nothing", "states", "all"
+C_HIST = 5  # where c of all steps stands in what ``forward`` gives after hist and the final states; first on a CPU
+
+
+def module(path: str) -> ModuleType:
+    """Where ``forward`` and ``backward`` of a path are."""
+    if path == "steps":
+        from . import steps
+
+        return steps
+    return launch
+
+
+def input_side(setting: Setting) -> tuple[tuple[int, ...], str]:
+    """Which gates of W_x x share statistics, and what is done to it: normed, centred for the norm of the sum, plain."""
+    where = setting.where
+    if where.sum:
+        return where.sum, "centre"
+    return (where.ih, "norm") if where.ih else ((form_of(setting).gates,), "plain")
+
+
+def _outer_biases(form: Form, bias_ih: Tensor | None, bias_hh: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What is added to W_x x beforehand: GRU's recurrent bias cannot be, nor any where the sum is normed."""
+    if form.site == "sum":
+        return None, None
+    return bias_ih, None if form.cell == "GRU" else bias_hh
+
+
+def _inner_bias(form: Form, bias_ih: Tensor | None, bias_hh: Tensor | None) -> Tensor | None:
+    """The biases that are added after the recurrent product and its norm."""
+    if form.site != "sum":
+        return bias_hh if form.cell == "GRU" else None
+    return bias_hh if bias_ih is None else bias_ih if bias_hh is None else bias_ih + bias_hh
+
+
+def _inner(form: Form, tensors: Tensors) -> list[Tensor | None]:
+    """gain, bias, gain_cell and bias_cell, as the steps use them; a norm without a gain has a gain of 1."""
+    _, _, _, _, matrix, bias_ih, bias_hh, _, gain_hh, gain_sum, gain_cell, bias_cell = tensors
+    gain = gain_hh if form.site == "hh" else gain_sum
+    rows, hidden = there(matrix).shape
+    gain = _or_ones(gain, rows, matrix) if form.site else None
+    gain_cell = _or_ones(gain_cell, hidden, matrix) if form.cell_norm else None
+    return [gain, _inner_bias(form, bias_ih, bias_hh), gain_cell, bias_cell]
+
+
+def _or_ones(gain: Tensor | None, width: int, like: Tensor | None) -> Tensor:
+    return torch.ones(width, dtype=torch.float32, device=there(like).device) if gain is None else gain
+
+
+def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep: str) -> list[Tensor]:
+    """hist, the final h and c, then what backward needs: W_x x, its statistics, x, W_h and its bound, the path's own.
+
+    W_h is centred where its product is normed, and scaled float16 where it has a bound.
+    """
+    if path == "cpu":
+        return cpu.forward(setting, tensors, extras, keep)
+    from . import rows
+
+    form, (groups, mode) = form_of(setting), input_side(setting)
+    x, h, c, weight_ih, weight_hh, bias_ih, bias_hh, gain_ih = tensors[:8]
+    x, weight_ih = there(x), there(weight_ih)
+    with as_cudnn_multiplies(x.dtype):
+        summed = torch.nn.functional.linear(x, weight_ih)
+    biases = _outer_biases(form, bias_ih, bias_hh)
+    prepared, statistics = rows.forward(summed, gain_ih, *biases, groups, mode, setting.eps, setting.eps_mode)
+    normed = setting.where.groups(form.site) if form.site else ()
+    matrix = rows.matrix(there(weight_hh), normed, setting.factors == "half")
+    extra = Extras(*extras)
+    hist, h_n, c_n, *kept = module(path).forward(
+        form, prepared, matrix, h, c, *_inner(form, tensors), extra, keep == ALL
+    )
+    most = statistics.new_empty(0) if matrix.most is None else matrix.most
+    return [hist, h_n, c_n, summed, statistics, prepared, matrix.values, most, *kept]
+
+
+def backward(
+    setting: Setting, path: str, tensors: Tensors, extras: Tensors, kept: Sequence[Tensor], grads: Tensors,
+    needed: Sequence[bool],
+) -> list[Tensor | Product | None]:  # fmt: skip
+    """Gradients in the order and the dtypes of ``tensors``; ``grads`` are those of output, h_n and c_n.
+
+    Those of large matrices as products that are still to be formed.
+    """
+    if path == "cpu":
+        return [*cpu.backward(setting, tensors, extras, kept, grads, needed)]
+    from . import rows
+
+    form, (groups, mode) = form_of(setting), input_side(setting)
+    x, h, _, weight_ih, _, bias_ih, bias_hh, gain_ih = tensors[:8]
+    x, weight_ih = there(x), there(weight_ih)
+    hist, summed, statistics, prepared, values, most, *rest = kept
+    matrix = Matrix(values, hist.dtype, most if most.numel() else None)
+    arriving = [None if g is None else g.contiguous() for g in grads]
+    found = module(path).backward(
+        form, prepared, matrix, h, *_inner(form, tensors), Extras(*extras), (hist, *rest), *arriving,
+        train_matrix=needed[4],
+    )  # fmt: skip
+    outer = [b for b in _outer_biases(form, bias_ih, bias_hh) if b is not None]
+    d_summed, small = rows.backward(
+        found["x"], summed, gain_ih, statistics, groups, mode, setting.eps, setting.eps_mode, bool(outer)
+    )
+    with as_cudnn_multiplies(x.dtype):
+        d_input = torch.matmul(d_summed, weight_ih) if needed[0] else None
+    d_weight = matrix_gradient(d_summed, x) if needed[3] else None
+    before = small[-1] if outer else None
+    after = found.get("bias")
+    sides = (after, after) if form.site == "sum" else (before, after if form.cell == "GRU" else before)
+    given = {
+        "input": d_input, "weight_ih": d_weight, "weight_hh": found.get("weight"), "h": found["h"], "c": found.get("c"),
+        "bias_ih": sides[0], "bias_hh": sides[1], "gain_ih": small[0] if gain_ih is not None else None,
+        "gain_hh": found.get("gain"), "gain_sum": found.get("gain"), "gain_cell": found.get("gain_cell"),
+        "bias_cell": found.get("bias_cell"),
+    }  # fmt: skip
+    return _in_kind(given, tensors)
+
+
+def _in_kind(given: dict[str, Tensor | Product | None], tensors: Tensors) -> list[Tensor | Product | None]:
+    """Gradients in the dtypes of their tensors; one that two tensors share is cast once."""
+    cast: dict[tuple[int, torch.dtype], Tensor] = {}
+    found: list[Tensor | Product | None] = []
+    for name, tensor in zip(NAMES, tensors):
+        gradient = given[name]
+        if tensor is None or gradient is None or gradient.dtype == tensor.dtype:
+            found.append(None if tensor is None else gradient)
+            continue
+        key = (id(gradient), tensor.dtype)
+        if key not in cast:
+            cast[key] = there(formed(gradient)).to(tensor.dtype)
+        found.append(cast[key])
+    return found
