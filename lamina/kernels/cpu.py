@@ -21,7 +21,7 @@ from .forms import CELLS, SITES, Setting, form_of
 from .given import NAMES, Given
 from .given import there as _there
 
-CHUNK = 512  # rows whose gradients are kept at once: the matrices' gradients are added up as they come
+CHUNK = 512  # rows whose W_x x, or gradients, are there at once: what is not kept stays in the caches
 KINDS = {torch.float32: "float32", torch.float64: "float64"}
 FEW = 64  # rows of a product for each thread below which threads take columns: rows are shared at the price of packing
 SHARE = 2**15  # numbers of a matrix that are worth a thread of their own where threads share one row's product
@@ -214,8 +214,6 @@ def forward(
     call = call or Call(setting, by_name, extras)
     steps, batch, hidden, lstm = call.steps, call.batch, call.hidden, call.form.cell == "LSTM"
     x, weight_ih = _there(by_name["input"]), _there(by_name["weight_ih"])
-    summed = call.empty(steps, batch, call.width)
-    multiply(x.flatten(0, 1), weight_ih, True, summed.flatten(0, 1))
     hist = call.empty(steps + 1, batch, hidden)
     _first(by_name["h"], call, hist[0])
     whole_c, train = keep != "nothing" or call.resets is not None, keep == "all"
@@ -227,10 +225,15 @@ def forward(
     size = hist.element_size()
     call.matrix(_there(by_name["weight_hh"]), False)
     call.set(
-        begin=0, end=steps, summed=summed, hist=hist, c_hist=c_hist, c_step=batch * hidden * size if whole_c else 0,
+        hist=hist, c_hist=c_hist, c_step=batch * hidden * size if whole_c else 0,
         xhat=xhat, xhat_step=batch * call.width * size if train else 0, rstd=rstd, scratch=_scratch(call, 2),
     )  # fmt: skip
-    call.run("forward", call.threads)
+    summed = call.empty(steps if train else min(steps, max(1, CHUNK // batch)), batch, call.width)
+    for begin in range(0, steps, summed.shape[0]):
+        end = min(steps, begin + summed.shape[0])
+        multiply(x[begin:end].flatten(0, 1), weight_ih, True, summed[: end - begin].flatten(0, 1))
+        call.set(begin=begin, end=end, summed=summed.data_ptr() - begin * batch * call.width * size)  # of step 0
+        call.run("forward", call.threads)
     call.let_go("weight", "packed", "z", "scratch")
     c_n = c_hist[-1].clone() if lstm else hist.new_empty(0)
     kept = {"nothing": [], "states": [c_hist], "all": [summed, c_hist, xhat, rstd]}[keep]

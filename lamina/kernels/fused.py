@@ -189,7 +189,7 @@ def _(given: Sequence[Tensor], names: str, setting: str, eps: float, path: str, 
     half = asked.factors == "half"
     values = torch.empty_like(weight_hh, dtype=torch.float16 if half else None)
     most = statistics.new_empty(1 if half else 0)
-    return [*made[:3], summed, statistics, prepared, values, most, *made[3:]]
+    return [*made[:3], summed if keep else summed.new_empty(0), statistics, prepared, values, most, *made[3:]]
 
 
 @torch.library.custom_op("lamina::sequence_backward", mutates_args=())

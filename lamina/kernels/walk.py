@@ -83,6 +83,8 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
         summed = torch.nn.functional.linear(x, weight_ih)
     biases = _outer_biases(form, bias_ih, bias_hh)
     prepared, statistics = rows.forward(summed, gain_ih, *biases, groups, mode, setting.eps, setting.eps_mode)
+    if keep != ALL:
+        summed = summed.new_empty(0)  # its memory is wanted sooner than this function ends
     normed = setting.where.groups(form.site) if form.site else ()
     matrix = rows.matrix(there(weight_hh), normed, setting.factors == "half")
     extra = Extras(*extras)
