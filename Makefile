@@ -27,13 +27,17 @@ test-gpu:
 	LAMINA_TEST_DEVICE=cuda PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -n $(WORKERS) --dist worksteal tests
 
 # The recurrent layers on a GPU, with the Python at hand: errors at every size, ten thousand launches, memory and race
-# checks, what a first call costs, then speed against cuDNN's.
+# checks, what a first call costs, then speed against cuDNN's; whole layers and memory, cells, layer norm, a world model.
 bench-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/verify.py --out results/verify-sequence.json
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/stress.py --out results/stress-sequence.json
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/sanitize.py --out results/sanitize-sequence.json
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/first.py --out results/bench-first.json
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --out results/bench-sequence.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --op layers --out results/bench-layers.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --op cell --out results/bench-cell.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --op layer_norm --compiled --out results/bench-norm.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/rssm.py --out results/bench-rssm.json
 
 # A run killed with SIGKILL at random moments, resumed each time, compared with one that was never touched.
 soak: $(STAMP)

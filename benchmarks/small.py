@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck python benchmarks/small.py
 
 Every cell over sizes at which groups have several members, forward and backward, plain, ragged and restarted, on both
-paths, with small and large tiles, and with our own product.
+paths, with small and large tiles, and with our own product; single steps of cells; layer norm by itself.
 """
 
 from __future__ import annotations
@@ -32,6 +32,25 @@ def passes(cell: str, hidden: int, dtype: torch.dtype, **override: object) -> No
     torch.cuda.synchronize()
 
 
+def cell_steps(cell: str, hidden: int, dtype: torch.dtype) -> None:
+    """Three steps of a cell, forward and backward."""
+    layer = getattr(lamina, f"{cell}Cell")(5, hidden, device="cuda", dtype=dtype, backend="triton")
+    x, state = torch.randn(3, 5, device="cuda", dtype=dtype), None
+    for _ in range(3):
+        state = layer(x, state)
+    h = state[0] if isinstance(state, tuple) else state
+    h.sum().backward()
+    torch.cuda.synchronize()
+
+
+def layer_norms(width: int, dtype: torch.dtype) -> None:
+    """Rows that are read once, and rows in pieces."""
+    x = torch.randn(37, width, device="cuda", dtype=dtype, requires_grad=True)
+    norm = lamina.LayerNorm(width, device="cuda", dtype=dtype, activation="silu", backend="triton")
+    sum(t.sum() for t in norm(x, x.detach())).backward()
+    torch.cuda.synchronize()
+
+
 def cases() -> list[tuple[str, int, torch.dtype, dict[str, object]]]:
     """Cell, units, dtype, and how the problem is cut."""
     sizes = ((33, torch.bfloat16), (80, torch.bfloat16), (72, torch.float32))
@@ -42,6 +61,8 @@ def cases() -> list[tuple[str, int, torch.dtype, dict[str, object]]]:
     for cell in ("LSTM", "GRU", "RNN"):
         found += [(cell, *size, {"path": path}) for size in sizes for path in ("persistent", "steps")]
         found += [(cell, 80, torch.bfloat16, cut) for cut in cuts]
+        found += [(cell, *size, {"path": "cell"}) for size in sizes]
+    found += [("LayerNorm", width, torch.bfloat16, {"path": "norm"}) for width in (33, 1000, 40000)]
     return found
 
 
@@ -49,7 +70,12 @@ def main() -> None:
     """All small cases, or of N shares the K-th: ``small.py K N``."""
     first, count = (int(word) for word in sys.argv[1:]) if len(sys.argv) > 1 else (0, 1)
     for cell, hidden, dtype, cut in cases()[first::count]:
-        passes(cell, hidden, dtype, **cut)
+        if cut["path"] == "cell":
+            cell_steps(cell, hidden, dtype)
+        elif cut["path"] == "norm":
+            layer_norms(hidden, dtype)
+        else:
+            passes(cell, hidden, dtype, **cut)
         print(cell, hidden, dtype, *cut.values(), flush=True)
 
 

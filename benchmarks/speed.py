@@ -3,6 +3,8 @@
     python benchmarks/speed.py --out results/bench-sequence.json
     python benchmarks/speed.py --device cpu    (speed_cpu.py)
     python benchmarks/speed.py --op layer_norm    (speed_norm.py)
+    python benchmarks/speed.py --op layers    (speed_layers.py: both directions, stacks, ragged batches, memory)
+    python benchmarks/speed.py --op cell    (speed_cell.py)
 
 For each cell, dtype and shape, in one process and in interleaved rounds: our layer-normalised layer, our plain layer,
 cuDNN's plain layer, the layer-normalised loop step by step and, in the dtypes of --rivals, a compiled cell in a CUDA
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import math
 import statistics
@@ -465,9 +468,10 @@ if __name__ == "__main__":
         import speed_cpu
 
         speed_cpu.main(sys.argv[3:])
-    elif sys.argv[1:3] == ["--op", "layer_norm"]:
-        import speed_norm
-
-        speed_norm.main(sys.argv[3:])
+    elif sys.argv[1:2] == ["--op"]:
+        parts = {"layer_norm": "speed_norm", "layers": "speed_layers", "cell": "speed_cell"}
+        if sys.argv[2:3] == [] or sys.argv[2] not in parts:
+            sys.exit(f"--op must be one of {', '.join(parts)}, got {' '.join(sys.argv[2:3]) or 'nothing'}.")
+        importlib.import_module(parts[sys.argv[2]]).main(sys.argv[3:])
     else:
         main()

@@ -40,6 +40,10 @@ def layer_norm(
     With a ``residual`` z is input + residual, and both the result and z are given back: what a block that normalises
     first hands on.
     """
+    if backend == "auto" and activation is None and residual is None:
+        quick = quick_layer_norm(input, normalized_shape, weight, bias, eps, eps_mode)
+        if quick is not None:
+            return quick
     shape = tuple(normalized_shape)
     _check_layer_norm(input, shape, weight, bias, eps, eps_mode)
     _check_around(input, activation, residual)
@@ -59,6 +63,31 @@ def layer_norm(
     found = _torch_layer_norm(z, shape, weight, bias, eps)
     found = found if activation is None else ACTIVATIONS[activation](found)
     return found if residual is None else (found, z)
+
+
+def quick_layer_norm(
+    input: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    eps_mode: str,
+) -> Tensor | None:
+    """Torch's own at once, where it would be chosen whatever else holds; None where there is something to look at.
+
+    Checks and choice cost the host 3 us, as much as a small layer norm itself.
+    """
+    if type(input) is not Tensor or type(eps) is not float or torch.compiler.is_compiling():
+        return None
+    if not eps < math.inf or not is_small_norm(input, eps, eps_mode):
+        return None
+    dtype = input.dtype
+    if (weight is not None and weight.dtype is not dtype) or (bias is not None and bias.dtype is not dtype):
+        return None
+    try:
+        return F.layer_norm(input, shape, weight, bias, eps)
+    except (RuntimeError, TypeError):  # what is wrong, the checks say better
+        return None
 
 
 def norm_request(

@@ -68,6 +68,11 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
         """[*, *normalized_shape] to the same shape; with a residual that and input + residual."""
+        if residual is None and self.activation is None and self.backend == "auto":
+            shape, eps = self.normalized_shape, self.eps
+            quick = functional.quick_layer_norm(input, shape, self.weight, self.bias, eps, self.eps_mode)
+            if quick is not None:
+                return quick
         check_kind(f"LayerNorm({list(self.normalized_shape)})", input, self.weight, half_input=True)
         return functional.layer_norm(
             input, self.normalized_shape, self.weight, self.bias, self.eps, self.eps_mode,

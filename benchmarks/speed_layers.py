@@ -1,0 +1,185 @@
+"""Speed and memory of whole layers on a GPU: both directions, three layers, ragged batches, and recompute=True.
+
+    python benchmarks/speed.py --op layers --out results/bench-layers.json
+
+Training steps of our layer-normalised layers and of cuDNN's plain ones doing the same, in interleaved rounds: one
+direction, both, three layers, and lengths drawn uniformly from 1 to T (ours takes lengths=, cuDNN a PackedSequence that
+was packed beforehand). Then, for the ten shapes of ``speed.py``, peak memory of a step with and without recompute=True,
+and what that costs in time. A case is timed only after its outputs and gradients were compared with the reference's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from speed import CUDNN, DTYPES, OURS, SHAPES, _peak, interleaved
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import lamina
+from lamina import records
+
+KINDS: dict[str, dict[str, Any]] = {
+    "one direction": {}, "both directions": {"bidirectional": True}, "three layers": {"num_layers": 3}, "ragged": {},
+}  # fmt: skip
+MAIN = (SHAPES[0], SHAPES[3])
+RECOMPUTE = "LN, recompute"
+
+
+def lengths_for(shape: tuple[int, ...]) -> Tensor:
+    batch, steps, *_ = shape
+    return torch.randint(1, steps + 1, (batch,), generator=torch.Generator().manual_seed(0))
+
+
+def training_step(layer: nn.Module, x: Tensor, lengths: Tensor | None) -> Callable[[], None]:
+    """Forward and backward into fresh gradients; ours of padded input and lengths, cuDNN's of packed input."""
+    leaves = [x, *layer.parameters()]
+    ours = not isinstance(layer, nn.RNNBase)
+    packed = None if lengths is None or ours else pack_padded_sequence(x.detach(), lengths, enforce_sorted=False)
+    if packed is not None:
+        packed.data.requires_grad_()
+        leaves[0] = packed.data
+
+    def run() -> Tensor:
+        if packed is not None:
+            return layer(packed)[0].data
+        return layer(x)[0] if lengths is None else layer(x, lengths=lengths)[0]
+
+    upstream = torch.randn_like(run())
+
+    def step() -> None:
+        torch.autograd.grad(run(), leaves, upstream)
+
+    return step
+
+
+def errors(cell: str, dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> tuple[float, float]:
+    """The largest relative error of outputs and gradients over 6 steps, ours and the same-precision reference's."""
+    batch, _, inputs, hidden = shape
+    make, options = getattr(lamina, cell), KINDS[kind]
+    layers = [make(inputs, hidden, device="cuda", dtype=dtype, backend=b, **options) for b in ("auto", "reference")]
+    layers.append(make(inputs, hidden, device="cuda", dtype=torch.float64, **options))
+    for layer in layers[1:]:
+        layer.load_state_dict(layers[0].state_dict())
+    x = torch.randn(6, batch, inputs, device="cuda").to(dtype)
+    lengths = torch.arange(batch, device="cuda") % 6 + 1 if kind == "ragged" else None
+    found, d = [], None
+    for layer in layers:
+        own = x.to(next(layer.parameters()).dtype).requires_grad_()
+        out = layer(own, lengths=lengths)[0]
+        d = torch.randn_like(out) if d is None else d
+        found.append([out, *torch.autograd.grad(out, [own, *layer.parameters()], d.to(out.dtype))])
+    ours, plain = (
+        max(((a.double() - b).norm() / b.norm().clamp(min=1e-9)).item() for a, b in zip(some, found[2]))
+        for some in found[:2]
+    )
+    return ours, plain
+
+
+def measure(cell: str, dtype: str, shape: tuple[int, ...], rounds: int) -> dict[str, Any]:
+    """Microseconds a time step of every kind, ours and cuDNN's."""
+    kind_of, (batch, steps, inputs, hidden) = DTYPES[dtype], shape
+    x = torch.randn(steps, batch, inputs, device="cuda", dtype=kind_of, requires_grad=True)
+    ready: dict[str, Callable[[], None]] = {}
+    checked = {}
+    for kind, options in KINDS.items():
+        checked[kind] = errors(cell, kind_of, shape, kind)
+        if not checked[kind][0] <= 2 * checked[kind][1] + 1e-3:
+            raise RuntimeError(f"{cell} {dtype} {shape} {kind}: errors {checked[kind]}: not timed")
+        lengths = lengths_for(shape) if kind == "ragged" else None
+        for name, package in ((OURS, lamina), (CUDNN, nn)):
+            layer = getattr(package, cell)(inputs, hidden, device="cuda", dtype=kind_of, **options)
+            ready[f"{kind}: {name}"] = training_step(layer, x, lengths)
+    times = interleaved(ready, dict.fromkeys(ready, steps), rounds)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    one = medians[f"one direction: {OURS}"]
+    return {
+        "cell": cell, "dtype": dtype, "shape": list(shape), "microseconds": times, "median": medians, "errors": checked,
+        "ratio_to_cudnn": {kind: medians[f"{kind}: {OURS}"] / medians[f"{kind}: {CUDNN}"] for kind in KINDS},
+        "ratio_to_one_direction": {kind: medians[f"{kind}: {OURS}"] / one for kind in KINDS},
+    }  # fmt: skip
+
+
+def memory(cell: str, dtype: str, shape: tuple[int, ...], rounds: int) -> dict[str, Any]:
+    """Peak megabytes of a training step, and its time, with and without recompute=True."""
+    kind, (batch, steps, inputs, hidden) = DTYPES[dtype], shape
+    x = torch.randn(steps, batch, inputs, device="cuda", dtype=kind, requires_grad=True)
+    layers = {
+        OURS: getattr(lamina, cell)(inputs, hidden, device="cuda", dtype=kind),
+        RECOMPUTE: getattr(lamina, cell)(inputs, hidden, device="cuda", dtype=kind, recompute=True),
+        CUDNN: getattr(nn, cell)(inputs, hidden, device="cuda", dtype=kind),
+    }
+    ready = {name: training_step(layer, x, None) for name, layer in layers.items()}
+    peaks = {name: _peak(step) for name, step in ready.items()}
+    times = interleaved(ready, dict.fromkeys(ready, steps), rounds)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "cell": cell, "dtype": dtype, "shape": list(shape), "peak_megabytes": peaks, "microseconds": times,
+        "memory_ratio": {name: peaks[name] / peaks[CUDNN] for name in (OURS, RECOMPUTE)},
+        "time_of_recompute": medians[RECOMPUTE] / medians[OURS], "time_ratio": medians[RECOMPUTE] / medians[CUDNN],
+    }  # fmt: skip
+
+
+def tables(rows: list[dict[str, Any]], peaks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The record as people read it."""
+    others = [kind for kind in KINDS if kind != "one direction"]
+    speed = [
+        [f"{row['cell']} {row['dtype']}", ", ".join(map(str, row["shape"])),
+         *(f"{row['ratio_to_cudnn'][kind]:.2f}" for kind in KINDS),
+         *(f"{row['ratio_to_one_direction'][kind]:.2f}" for kind in others)]
+        for row in rows
+    ]  # fmt: skip
+    held = [
+        [f"{row['cell']} {row['dtype']}", ", ".join(map(str, row["shape"])), f"{row['peak_megabytes'][CUDNN]:.0f}",
+         f"{row['memory_ratio'][OURS]:.2f}", f"{row['memory_ratio'][RECOMPUTE]:.2f}",
+         f"{row['time_of_recompute']:.2f}", f"{row['time_ratio']:.2f}"]
+        for row in peaks
+    ]  # fmt: skip
+    return [
+        {"caption": "Time of a training step over cuDNN's plain one, then over our own one-direction layer's",
+         "columns": ["", "batch, steps, inputs, units", *KINDS, *(f"{kind} / one" for kind in others)], "rows": speed},
+        {"caption": "Peak memory of a training step over cuDNN's, and what recompute=True costs",
+         "columns": ["", "batch, steps, inputs, units", "cuDNN, megabytes", "LN / cuDNN", "recompute / cuDNN",
+                     "time of recompute / LN", "time of recompute / cuDNN"], "rows": held},
+    ]  # fmt: skip
+
+
+def main(words: list[str]) -> None:
+    """Measure, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", default="LSTM,GRU")
+    parser.add_argument("--dtypes", default="bf16,fp32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", default="results/bench-layers.json")
+    given = parser.parse_args(words)
+    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+    torch.backends.cuda.matmul.allow_tf32 = True  # the reference's float32 products, as cuDNN's and ours
+    rows, peaks = [], []
+    for cell in given.cells.split(","):
+        for dtype in given.dtypes.split(","):
+            for shape in MAIN:
+                rows.append(measure(cell, dtype, shape, given.rounds))
+                print("  ".join(tables(rows[-1:], [])[0]["rows"][0]), flush=True)
+            for shape in SHAPES:
+                peaks.append(memory(cell, dtype, shape, given.rounds))
+                print("  ".join(tables([], peaks[-1:])[1]["rows"][0]), flush=True)
+                _write(given, rows, peaks)
+
+
+def _write(given: argparse.Namespace, rows: list[dict[str, Any]], peaks: list[dict[str, Any]]) -> None:
+    record = {
+        "schema": records.SCHEMA, "kind": "bench", "name": "layers", "title": "Whole recurrent layers on a GPU",
+        "environment": records.environment(), "rows": rows, "memory": peaks, "tables": tables(rows, peaks),
+        "command": f"python benchmarks/speed.py --op layers --cells {given.cells} --dtypes {given.dtypes} "
+        f"--rounds {given.rounds}",
+        "about": "Forward and backward, input projection included, float32 in TF32; medians of interleaved rounds.",
+    }  # fmt: skip
+    Path(given.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(given.out).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
