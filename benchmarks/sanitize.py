@@ -69,9 +69,8 @@ def main() -> None:
         "schema": records.SCHEMA, "kind": "sanitize", "name": "sequence", "environment": records.environment(),
         "title": "compute-sanitizer over small passes of the fused recurrences", "rows": rows,
         "command": "python benchmarks/sanitize.py", "passed": all(row["errors"] == 0 for row in rows),
-        "about": "Every cell at 33, 80 (bfloat16) and 72 (float32) units, both paths and single steps, layer norm of 33 "
-        "to 40,000 numbers, forward and backward, with and "
-        "without lengths and resets.",
+        "about": "Every cell at 33, 80 (bfloat16) and 72 (float32) units, both paths and single steps, layer norm of "
+        "33 to 40,000 numbers, forward and backward, with and without lengths and resets.",
         "tables": [{"caption": "What each tool found", "columns": ["Tool", "Cases", "Errors", "In its words"],
                     "rows": lines}],
     }  # fmt: skip
