@@ -30,6 +30,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs TRITON_INTERPRET=1 or a GPU", allow_module_level=True)
 steps = importlib.import_module("lamina.kernels.steps")
 gates = importlib.import_module("lamina.kernels.gates")
+forms = importlib.import_module("lamina.kernels.forms")
 fused = importlib.import_module("lamina.kernels.fused")
 passes = importlib.import_module("lamina.kernels.passes")
 plans = importlib.import_module("lamina.kernels.plans")
@@ -297,7 +298,7 @@ def test_inference_is_training_without_what_is_kept(row):
 def prepared(row, shape, dtype=torch.float32):
     """Arguments of ``steps.forward`` up to the states, and the parameters after them."""
     count, batch, _, hidden = shape
-    form = fused.form_of(fused.setting_of(problem(row, (1, 1, 1, 2))))
+    form = forms.form_of(forms.setting_of(problem(row, (1, 1, 1, 2))))
     random = functools.partial(torch.randn, device=DEVICE)
     x, weight = random(count, batch, form.gates * hidden), random(form.gates * hidden, hidden).to(dtype) / hidden**0.5
     gates, units = (random(n).to(dtype) for n in (form.gates * hidden, hidden))
@@ -310,7 +311,7 @@ def prepared(row, shape, dtype=torch.float32):
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_shapes_are_told_beforehand(row, keep):
     (form, x, matrix), parameters = prepared(row, (4, 3, 2, 5), torch.float16)
-    got = steps.forward(form, x, matrix, None, None, *parameters, fused.Extras(), keep)
+    got = steps.forward(form, x, matrix, None, None, *parameters, forms.Extras(), keep)
     assert [(tuple(t.shape), t.dtype) for t in got] == steps.shapes(form, x, torch.float16, keep)
 
 
@@ -321,12 +322,12 @@ def test_nothing_is_zeros(row):
     zeros, found = torch.zeros(3, 5, device=DEVICE), []
     upstream = torch.randn(4, 3, 5, device=DEVICE)
     for nothing in (None, zeros):
-        hist, h_n, c_n, *kept = steps.forward(form, x, matrix, nothing, nothing, *parameters, fused.Extras(), True)
+        hist, h_n, c_n, *kept = steps.forward(form, x, matrix, nothing, nothing, *parameters, forms.Extras(), True)
         more = [
             (upstream, nothing, nothing),
             (None if nothing is None else zeros.expand_as(upstream).clone(), zeros + 1, nothing),
         ]
-        grads = [steps.backward(form, x, matrix, nothing, *parameters, fused.Extras(), (hist, *kept), *d) for d in more]
+        grads = [steps.backward(form, x, matrix, nothing, *parameters, forms.Extras(), (hist, *kept), *d) for d in more]
         found.append([hist, h_n, c_n, *(t for by_name in grads for t in by_name.values())])
         assert torch.equal(hist[-1], h_n)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
