@@ -9,7 +9,6 @@ from torch import Tensor
 
 from . import functional
 from .checks import autocast_dtype, describe, fail, one_of, transformed
-from .functional import explain
 from .options import CellOptions
 from .placements import STATES
 from .recurrent_base import RecurrentModule, State
@@ -95,7 +94,7 @@ class RecurrentCell(RecurrentModule):
         masked = options.zoneout or options.recurrent_dropout or options.learn_initial_state
         if masked or self.norm not in ("layer", None) or input.dim() != 2 or not _ordinary(input):
             return
-        if "weight_ih" in self._parameters and explain(self, input).path == "cell":
+        if "weight_ih" in self._parameters and functional.explain(self, input).path == "cell":
             from .kernels import cell, forms
 
             self._step = cell.step

@@ -185,6 +185,6 @@ def _differentiable(setting: Setting, given: list[Given], grads: tuple[Given, ..
     keeps = [None if k is None else k.unsqueeze(0) for k in given[12:14]]
     tensors = [there(x).unsqueeze(0), *others]
     arriving = (None, *grads)[: 3 if setting.cell == "LSTM" else 2]
-    found = fused._differentiable_gradients(setting, tensors, [None, None, *keeps, given[14]], arriving, needed)
+    found = fused.differentiable_gradients(setting, tensors, [None, None, *keeps, given[14]], arriving, needed)
     first = None if found[0] is None else found[0][0]
     return first, *found[1:], None, None, None

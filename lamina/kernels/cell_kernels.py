@@ -134,6 +134,20 @@ def _normed_cell(c, ok, eps, H: tl.constexpr, STD: tl.constexpr):
 
 
 @triton.jit
+def _lstm(a, c_old, gain_cell, bias_cell, j, ok, eps, CELL_NORM: tl.constexpr, STD: tl.constexpr, H: tl.constexpr,
+          QUICK: tl.constexpr):  # fmt: skip
+    """The gates, the new c, what of it the output gate sees; of the cell's norm c^, 1/deviation and gain."""
+    i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3], QUICK)
+    c = tl.where(ok, f * c_old + i * g, 0.0)
+    if CELL_NORM:
+        gain, bias = load_cell(gain_cell, bias_cell, j, ok)
+        centred, rstd = _normed_cell(c, ok, eps, H, STD)
+        return (i, f, g, o), c, centred * gain + bias, centred, rstd, gain
+    else:
+        return (i, f, g, o), c, c, c, 1.0, 1.0
+
+
+@triton.jit
 def forward_kernel(
     from_x, from_h,  # [B, G*H]; from_h is None where the state is 0
     gain_x, gain_h, bias_x, bias_h, gain_cell, bias_cell,  # [G*H] four times, [H] twice
@@ -155,13 +169,8 @@ def forward_kernel(
     if (SITE != ON_SUM) & (CELL != GRU):
         a = add(x, a)
     if CELL == LSTM:
-        i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3], QUICK)
-        new_c = tl.where(ok, f * c_old + i * g, 0.0)
-        seen = new_c
-        if CELL_NORM:
-            gain, bias = load_cell(gain_cell, bias_cell, j, ok)
-            seen = _normed_cell(new_c, ok, eps, H, STD)[0] * gain + bias
-        new_h = o * tanh(seen, QUICK)
+        gates, new_c, seen, _, _, _ = _lstm(a, c_old, gain_cell, bias_cell, j, ok, eps, CELL_NORM, STD, H, QUICK)
+        new_h = gates[3] * tanh(seen, QUICK)
         if CARRY:
             new_c = seen
         if keep_c is not None:
@@ -243,13 +252,10 @@ def backward_kernel(
         if (SITE != ON_SUM) & (CELL != GRU):
             a = add(x, a)
         if CELL == LSTM:
-            i, f, g, o = lstm_gates(a[0], a[1], a[2], a[3], QUICK)
-            new_c = tl.where(ok, f * c_old + i * g, 0.0)
-            seen = new_c
-            if CELL_NORM:
-                gain, bias = load_cell(gain_cell, bias_cell, j, ok)
-                centred, rstd = _normed_cell(new_c, ok, eps, H, STD)
-                seen = centred * gain + bias
+            gates, _, seen, centred, rstd, gain = _lstm(
+                a, c_old, gain_cell, bias_cell, j, ok, eps, CELL_NORM, STD, H, QUICK
+            )
+            i, f, g, o = gates
             d_o, d_seen = lstm_output_backward(o, tanh(seen, QUICK), dh)
             if CARRY:
                 d_seen += dc

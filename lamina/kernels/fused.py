@@ -108,7 +108,7 @@ class _Sequence(torch.autograd.Function):
         if ctx.setting.cell != "LSTM":
             grads = (*grads[:2], None)
         if torch.is_grad_enabled():  # asked for with create_graph: these gradients will be differentiated
-            found = _differentiable_gradients(ctx.setting, tensors, extras, grads, needed)
+            found = differentiable_gradients(ctx.setting, tensors, extras, grads, needed)
         elif ctx.lease is not None:
             found = ctx.lease.space.walk_back(tensors, grads, needed[:COUNT], walk.backward)
         elif ctx.keep == walk.STATES:
@@ -120,7 +120,7 @@ class _Sequence(torch.autograd.Function):
         return None, None, None, *found, *(None for _ in extras)
 
 
-def _differentiable_gradients(
+def differentiable_gradients(
     setting: Setting, tensors: Tensors, extras: Tensors, grads: Tensors, needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients by the reference's own graph, which can be differentiated again."""

@@ -91,6 +91,17 @@ def _inside(x, ok, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _parameters(gain, bias, columns, ok):
+    """Gain and bias of whole rows; 0 stands for what there is not."""
+    g, b = 0.0, 0.0
+    if gain is not None:
+        g = _read(gain, columns, ok)[None, :]
+    if bias is not None:
+        b = _read(bias, columns, ok)[None, :]
+    return g, b
+
+
+@triton.jit
 def _affine(normed, g, b, gain, bias):
     if gain is not None:
         normed = normed * g
@@ -109,11 +120,7 @@ def forward_kernel(
     """ROWS whole rows a turn. W is a constant: nothing is masked where it is a power of two."""
     columns = tl.arange(0, BLOCK)
     column_ok = columns < W
-    g, b = 0.0, 0.0
-    if gain is not None:
-        g = _read(gain, columns, column_ok)[None, :]
-    if bias is not None:
-        b = _read(bias, columns, column_ok)[None, :]
+    g, b = _parameters(gain, bias, columns, column_ok)
     for turn in tl.range(0, turns, num_stages=STAGES):
         rows = (wide(tl.num_programs(0)) * turn + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
         row_ok = rows < N
@@ -143,11 +150,7 @@ def backward_kernel(
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     column_ok = columns < W
-    g, b = 0.0, 0.0
-    if gain is not None:
-        g = _read(gain, columns, column_ok)[None, :]
-    if bias is not None:
-        b = _read(bias, columns, column_ok)[None, :]
+    g, b = _parameters(gain, bias, columns, column_ok)
     sum_gain, sum_bias = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
     for turn in tl.range(0, turns, num_stages=STAGES):
         rows = (wide(tl.num_programs(0)) * turn + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
