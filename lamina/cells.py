@@ -33,7 +33,6 @@ class RecurrentCell(RecurrentModule):
     """A cell that the caller steps through time."""
 
     single_step = True
-    _step: Any = None
 
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool, device: Any, dtype: Any, given: CellOptions
@@ -42,7 +41,7 @@ class RecurrentCell(RecurrentModule):
         if self.options.recompute:
             raise fail("recompute is for layers: a cell has one step", "recompute=True", "Drop it.")
         self._add_cell("", self.input_size)
-        self._fused: dict[Any, Any] = {}  # kinds of calls that the fused step is known to serve, and their settings
+        self._fused: dict[Any, Any] = {}  # kinds of calls that a fused step is known to serve: which, and the setting
         self.reset_parameters()
 
     def _suffixes(self) -> list[str]:
@@ -73,12 +72,13 @@ class RecurrentCell(RecurrentModule):
         state = (None, None)[: STATES[self.cell]] if hx is None else hx if isinstance(hx, (tuple, list)) else (hx,)
         if hx is not None and not all(type(s) is Tensor for s in state):
             return None
-        setting = self._fused.get(self._kind(input, state))
-        if setting is None:
+        known = self._fused.get(self._kind(input, state))
+        if known is None:
             return None
-        given = [s if s is None or s.is_contiguous() else s.contiguous() for s in (*state, None)[:2]]
+        step, setting = known
+        given = [t if t is None or t.is_contiguous() else t.contiguous() for t in (input, *state, None)[:3]]
         own = self._parameters
-        found: State = self._step(setting, input, *given, *(own.get(name) for name in CELL_TENSORS), None, None, None)
+        found: State = step(setting, *given, *(own.get(name) for name in CELL_TENSORS), None, None, None)
         return found
 
     def _kind(self, input: Any, state: Any) -> Any:
@@ -94,11 +94,12 @@ class RecurrentCell(RecurrentModule):
         masked = options.zoneout or options.recurrent_dropout or options.learn_initial_state
         if masked or self.norm not in ("layer", None) or input.dim() != 2 or not _ordinary(input):
             return
-        if "weight_ih" in self._parameters and functional.explain(self, input).path == "cell":
-            from .kernels import cell, forms
+        path = functional.explain(self, input).path if "weight_ih" in self._parameters else ""
+        if path:
+            from .kernels import cell, forms, fused
 
-            self._step = cell.step
-            self._fused[self._kind(input, state)] = forms.setting_of(call, "cell")
+            step = {"cell": cell.step, "cpu": fused.cpu_step}[path]
+            self._fused[self._kind(input, state)] = step, forms.setting_of(call, path)
 
     def _run(self, input: Tensor, hx: Any, recurrent_mask: Tensor | None, step: int) -> State:
         self._check_input(input)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -321,6 +323,51 @@ def test_one_thread_where_torchs_library_is_not_found(monkeypatch):
     monkeypatch.setattr(cpu_team, "library", lambda: None)
     torch.set_num_threads(2)
     assert cpu_team.threads() == 1
+
+
+# Cells.
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_cells_take_it_by_themselves(row):
+    """The first call, which is looked at, and those like it, which are not: values and gradients of several steps."""
+    cell, norm, placement = row
+    layer = getattr(lamina, f"{cell}Cell")(4, 9, norm=norm, placement=placement, dtype=torch.float64)
+    other = getattr(lamina, f"{cell}Cell")(
+        4, 9, norm=norm, placement=placement, dtype=torch.float64, backend="reference"
+    )
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 2, 4, dtype=torch.float64)
+    assert lamina.explain(layer, x[0]).path == "cpu"
+
+    def trained(model):
+        state = None
+        for frame in x:
+            state = model(frame, state)
+        h = state[0] if cell == "LSTM" else state
+        return [h, *torch.autograd.grad(h.square().sum(), list(model.parameters()))]
+
+    want = trained(other)
+    for _ in range(2):
+        assert_same(trained(layer), want, 1e-11)
+    assert bool(layer._fused) == (norm != "weight")
+    with torch.no_grad():
+        got, asked = layer(x[0].t().contiguous().t()), other(x[0])
+    assert_same(got if cell == "LSTM" else [got], asked if cell == "LSTM" else [asked], 1e-12)
+
+
+def test_large_cells_are_torchs():
+    layer, x = lamina.GRUCell(4, 300), torch.randn(2, 4)
+    assert "products" in lamina.explain(layer, x).reason
+    assert layer(x).shape == (2, 300)
+    assert lamina.explain(lamina.GRUCell(4, 300, backend="numba"), x).path == "cpu"
+
+
+def test_a_cell_survives_copies_and_pickles():
+    layer, x = lamina.LSTMCell(3, 5), torch.randn(2, 3)
+    want = layer(x)[0]
+    for made in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(made(x)[0], want)
 
 
 # One frame at a time.

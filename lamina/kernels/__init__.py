@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from ..checks import BackendError, one_of
+from ..placements import GATES
 
 HOPPER = (9, 0)  # the kernels were measured and tested on it; elsewhere they run when asked for by name
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_DTYPES = (torch.float32, torch.float64)
 LARGE_NORM = 2**28  # bytes of a layer norm's input from which a call of our kernel is the shorter one, host and all
+SMALL_CELL = 2**17  # numbers of a recurrent matrix up to which a cell's step on a CPU is better fused
+COMPILED_CELL = "torch.compile makes kernels of a cell's plain operations and of what is around them"
 WIDEST_CELL = 8192  # units of a row that a program holds with all its gates
 WIDE_NORM = 8192  # numbers of a row that our kernels read once, there and back
 
@@ -164,7 +167,7 @@ def _cell_obstacle(request: Request, forced: bool) -> str:
     if not request.single_step:
         return ""
     if torch.compiler.is_compiling():
-        return "torch.compile makes kernels of a cell's plain operations and of what is around them"
+        return COMPILED_CELL
     if request.hidden > WIDEST_CELL:
         return f"a fused cell has at most {WIDEST_CELL} units, this one has {request.hidden}"
     return "" if forced else "a cell's fused step has yet to be measured; backend='triton' takes it"
@@ -190,7 +193,17 @@ def _numba_obstacle(request: Request, forced: bool) -> str:
         return "numba is not installed (pip install 'lamina[cpu]')"
     if request.dtype not in CPU_DTYPES:
         return f"the kernels compute in float32 and float64, not {str(request.dtype).removeprefix('torch.')}"
-    return "a cell's single step is not fused on a CPU" if request.single_step else _common_obstacle(request)
+    return _cpu_cell_obstacle(request, forced) or _common_obstacle(request)
+
+
+def _cpu_cell_obstacle(request: Request, forced: bool) -> str:
+    if not request.single_step:
+        return ""
+    if torch.compiler.is_compiling():
+        return COMPILED_CELL
+    if not forced and GATES[request.cell] * request.hidden**2 > SMALL_CELL:
+        return f"a step of {request.hidden} units is its products', which torch forms as fast"
+    return ""
 
 
 def _common_obstacle(request: Request) -> str:
@@ -213,7 +226,8 @@ def _fused(request: Request, backend: str, forced: bool) -> Choice:
         )
     named = "asked for by name; " if forced else ""
     if backend == "numba":
-        return Choice("numba", f"{named}all steps in one compiled kernel on torch's threads{again}", path="cpu")
+        what = "a step" if request.single_step else "all steps"
+        return Choice("numba", f"{named}{what} in one compiled kernel on torch's threads{again}", path="cpu")
     if request.single_step:
         return Choice("triton", f"{named}two products and one kernel a step{again}", path="cell")
     from .plans import path_for

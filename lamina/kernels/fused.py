@@ -52,6 +52,17 @@ def run(call: Recurrence, path: str) -> SequenceResult:
     return SequenceResult(output, (h_n, c_n)[: len(call.state)], {})
 
 
+def cpu_step(setting: Setting, x: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
+    """The new state after one step on a CPU: of x [B, D] and what ``cell.step`` takes."""
+    tensors = [x.unsqueeze(0), *given[: COUNT - 1]]
+    extras: Tensors = [None] * len(EXTRAS)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        _, h, c = _Sequence.apply(setting, "cpu", walk.ALL, *tensors, *extras)  # type: ignore[no-untyped-call]
+    else:
+        _, h, c = cpu.forward(setting, tensors, extras, walk.NOTHING)
+    return (h, c) if setting.cell == "LSTM" else (h,)
+
+
 def _forwards(call: Recurrence) -> Recurrence:
     """The same recurrence with time running forwards."""
     if not call.reverse:
