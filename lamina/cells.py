@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from . import functional
-from .checks import autocast_dtype, describe, fail, one_of, transformed
+from .checks import autocast_dtype, describe, fail, one_of, traced, transformed, watched
+from .kernels.given import NAMES
 from .options import CellOptions
 from .placements import STATES
 from .recurrent_base import RecurrentModule, State
@@ -17,14 +18,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-CELL_TENSORS = (
-    "weight_ih", "weight_hh", "bias_ih", "bias_hh", "gain_ih", "gain_hh", "gain_sum", "gain_cell", "bias_cell",
-)  # fmt: skip
-
-
 def _ordinary(input: Any) -> bool:
-    """Whether a tensor is seen by nobody but autograd: no compiler, no transform, no autocast."""
-    if torch.compiler.is_compiling() or type(input) is not Tensor:
+    """Whether a tensor is seen by nobody but autograd: no compiler, no tracer, no transform, no autocast."""
+    if torch.compiler.is_compiling() or traced() or watched(input):
         return False
     return not transformed(input) and autocast_dtype(input) is None
 
@@ -78,7 +74,7 @@ class RecurrentCell(RecurrentModule):
         step, setting = known
         given = [t if t is None or t.is_contiguous() else t.contiguous() for t in (input, *state, None)[:3]]
         own = self._parameters
-        found: State = step(setting, *given, *(own.get(name) for name in CELL_TENSORS), None, None, None)
+        found: State = step(setting, *given, *(own.get(name) for name in NAMES[3:]), None, None, None)
         return found
 
     def _kind(self, input: Any, state: Any) -> Any:

@@ -119,3 +119,16 @@ def transformed(*tensors: Tensor) -> bool:
         return False
     wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
     return wrapped or torch.autograd.forward_ad._current_level >= 0
+
+
+def watched(tensor: Tensor) -> bool:
+    """Whether more than autograd sees operations on ``tensor``: a subclass, or a mode (fake tensors, counters).
+
+    A kernel that is started by addresses would pass them by, and fake tensors have none.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0 or type(tensor) not in (Tensor, torch.nn.Parameter)
+
+
+def traced() -> bool:
+    """Whether torch.jit.trace, or an exporter that uses it, records what is computed."""
+    return bool(torch._C._get_tracing_state())

@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lamina
 from lamina import functional, reference
@@ -323,6 +325,50 @@ def test_one_thread_where_torchs_library_is_not_found(monkeypatch):
     monkeypatch.setattr(cpu_team, "library", lambda: None)
     torch.set_num_threads(2)
     assert cpu_team.threads() == 1
+
+
+# Others who look on.
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(("kind", "shape"), [("LSTM", (4, 2, 3)), ("GRUCell", (2, 3))])
+def test_traced(kind, shape):
+    """torch.jit.trace gets plain operations, before and after a call that was none of its business."""
+    layer = getattr(lamina, kind)(3, 5).eval()
+    for _ in range(2):
+        with torch.no_grad():
+            traced = torch.jit.trace(layer, torch.randn(shape), check_trace=False)
+            x = torch.randn(shape)
+            torch.testing.assert_close(traced(x)[0], layer(x)[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(lamina.BackendError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(getattr(lamina, kind)(3, 5, backend="numba"), torch.randn(shape), check_trace=False)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("LSTM", (4, 2, 3)), ("LSTMCell", (2, 3))])
+def test_fake_tensors_have_shapes_and_no_numbers(kind, shape):
+    with FakeTensorMode():
+        layer = getattr(lamina, kind)(3, 5)
+        for _ in range(2):
+            out = layer(torch.randn(shape))[0]
+            assert out.shape == (*shape[:-1], 5)
+        out.sum().backward()
+        assert all(p.grad.shape == p.shape for p in layer.parameters())
+
+
+def test_a_mode_sees_the_operator_and_the_numbers_are_the_same():
+    layer, x = lamina.LSTM(3, 5), torch.randn(4, 2, 3)
+    want = layer(x)[0]
+    seen = []
+
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Looks():
+        assert torch.equal(layer(x)[0], want)
+    assert any("lamina.sequence" in name for name in seen)
 
 
 # Cells.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import BackendError, one_of
+from ..checks import BackendError, one_of, traced
 from ..placements import GATES
 
 HOPPER = (9, 0)  # the kernels were measured and tested on it; elsewhere they run when asked for by name
@@ -207,6 +207,8 @@ def _cpu_cell_obstacle(request: Request, forced: bool) -> str:
 
 
 def _common_obstacle(request: Request) -> str:
+    if traced():
+        return "torch.jit.trace records plain operations; of a kernel it would keep the numbers of one call"
     if request.norm == "batch":
         return "recurrent batch norm mixes the cases of a batch"
     if request.projection:

@@ -1,8 +1,8 @@
 """The fused recurrence as torch sees it: one function with gradients, from the layer's input to its output.
 
-Eagerly it is an autograd function; under torch.compile a pair of custom operators, which are opaque, know their
-output shapes and have gradients. What both do is ``walk``'s, or ``recompute``'s where little shall be kept. A gradient
-that is to be differentiated again is taken through the reference instead.
+Eagerly it is an autograd function; under torch.compile, or where a mode watches, a pair of custom operators, which are
+opaque, know their output shapes and have gradients. What both do is ``walk``'s, or ``recompute``'s where little is to
+be kept. A gradient that is to be differentiated again is taken through the reference instead.
 
 One function for all of it, because every node, operation and tensor costs the host some 10 us: at short sequences
 that would be more than the GPU's own time.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..checks import watched
 from ..reference import CellWeights, Recurrence, SequenceResult
 from . import cpu, passes, recompute, replay, walk
 from .forms import Setting, form_of, kept_dtype, setting_of
@@ -35,7 +36,7 @@ def run(call: Recurrence, path: str) -> SequenceResult:
     valid = _valid(turned)
     tensors, extras = tensors_of(turned, valid), extras_of(turned)
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or watched(call.input) or watched(call.weights.weight_hh):
         names, given = _named(tensors, extras)
         hist, h_n, c_n, *_ = _sequence(given, names, *setting_of(call, path).encode(), path, train)
         output = hist[1:]
