@@ -242,7 +242,25 @@ def run(call: Recurrence, backend: str = "auto", *, single_step: bool = False) -
     """Check a recurrence, pick its backend and run it; layers and cells (``single_step``) come in here."""
     check_recurrence(call)
     call = _under_autocast(call)
-    choice = choose(_request(call, single_step), backend)
+    return _run_as(call, choose(_request(call, single_step), backend))
+
+
+def run_directions(calls: Sequence[Recurrence], backend: str = "auto") -> list[SequenceResult]:
+    """The directions of a layer: in common launches where the kernels have them, else one after the other."""
+    if len(calls) == 1:
+        return [run(calls[0], backend)]
+    for call in calls:
+        check_recurrence(call)
+    calls = [_under_autocast(call) for call in calls]
+    choice = choose(_request(calls[0], False, len(calls)), backend)
+    if choice.sides == len(calls):
+        from .kernels import fused
+
+        return fused.run_together(calls, choice.path)
+    return [_run_as(call, choice) for call in calls]
+
+
+def _run_as(call: Recurrence, choice: Choice) -> SequenceResult:
     if choice.backend in ("triton", "numba"):
         from .kernels import fused  # Triton and numba are imported where they are used
 
@@ -250,13 +268,13 @@ def run(call: Recurrence, backend: str = "auto", *, single_step: bool = False) -
     return opaque.run(call) if choice.opaque else reference.evaluate(call)
 
 
-def _request(call: Recurrence, single_step: bool) -> Request:
+def _request(call: Recurrence, single_step: bool, directions: int = 1) -> Request:
     return Request(
         "recurrence", call.input.device, call.input.dtype, call.eps, call.eps_mode,
         call.cell, call.norm, call.placement.name, single_step,
         call.weights.weight_hh.shape[0] // GATES[call.cell], call.input.shape[1],
         call.weights.weight_hr is not None, transformed(call.input, call.weights.weight_hh), call.nonlinearity,
-        recompute=call.recompute,
+        recompute=call.recompute, directions=directions,
     )  # fmt: skip
 
 

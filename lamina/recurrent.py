@@ -20,6 +20,7 @@ from .checks import describe, fail, one_of, positive_int, probability, readable
 from .options import CellOptions
 from .placements import STATES
 from .recurrent_base import GivenState, RecurrentModule, State
+from .reference import SequenceResult
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -169,30 +170,35 @@ class RecurrentLayer(RecurrentModule):
         resets = resets if resets is None else resets.to(x.device)
         finals: list[State] = []
         for layer in range(self.num_layers):
-            outputs = []
-            for reverse in range(self.num_directions):
-                index = layer * self.num_directions + reverse
-                suffix = self._suffixes()[index]
-                call = self._recurrence(
-                    suffix,
-                    x,
-                    states[index],
-                    lengths=lengths,
-                    resets=resets,
-                    reverse=bool(reverse),
-                    zoneout=self._zoneout(x.shape[0], x.shape[1], x),
-                    recurrent_mask=self._draw_recurrent_mask(x.shape[1], x),
-                )
-                result = functional.run(call, self.backend)
-                self._observe(suffix, result.moments, counts)
-                outputs.append(result.output)
-                finals.append(result.state)
+            results = self._run_layer(layer, x, states, lengths, resets, counts)
+            finals += [result.state for result in results]
+            outputs = [result.output for result in results]
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
             if layer < self.num_layers - 1:
                 x = F.dropout(x, self.dropout, self.training)
         if len(finals) == 1:
             return x, tuple(state.unsqueeze(0) for state in finals[0])
         return x, tuple(torch.stack(kind) for kind in zip(*finals))
+
+    def _run_layer(
+        self, layer: int, x: Tensor, states: Sequence[GivenState], lengths: Tensor | None, resets: Tensor | None,
+        counts: Tensor | int,
+    ) -> list[SequenceResult]:  # fmt: skip
+        """One layer in its direction or directions."""
+        count = self.num_directions
+        cells = [(self._suffixes()[at], states[at]) for at in range(layer * count, (layer + 1) * count)]
+        calls = [
+            self._recurrence(
+                suffix, x, state, lengths=lengths, resets=resets, reverse=bool(reverse),
+                zoneout=self._zoneout(x.shape[0], x.shape[1], x),
+                recurrent_mask=self._draw_recurrent_mask(x.shape[1], x),
+            )
+            for reverse, (suffix, state) in enumerate(cells)
+        ]  # fmt: skip
+        results = functional.run_directions(calls, self.backend)
+        for (suffix, _), result in zip(cells, results):
+            self._observe(suffix, result.moments, counts)
+        return results
 
     def _valid_counts(self, x: Tensor, lengths: Tensor | None) -> Tensor | int:
         """How many cases stand behind each step's batch statistics."""

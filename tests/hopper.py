@@ -56,6 +56,7 @@ def without_a_gpu() -> None:
         if hasattr(module, "processors"):
             module.processors = lambda device: 132
     plans.processors, plans.shared_memory = lambda device: 132, lambda device: 227 * 1024
+    plans.memory_of_two = lambda device: 85 * 1024
     steps.Stepper.__call__ = lambda self: compiled(self.kernel, self.arguments, self.options)
     launch.interpreted = lambda: False
     precision.halves = lambda *given: False
@@ -68,8 +69,15 @@ def passes(row, hidden: int, dtype: torch.dtype, path: str) -> None:
     fused.run(dataclasses.replace(call), path).output.sum().backward()
 
 
+def directions(row, hidden: int, dtype: torch.dtype) -> None:
+    """Forward and backward of two recurrences in common launches."""
+    calls = [cast(random_call(*row, (2, 4, 3, hidden), dtype=torch.float32), dtype, dtype) for _ in range(2)]
+    sum(result.output.sum() for result in fused.run_together(calls, "persistent")).backward()
+
+
 def main() -> None:
     without_a_gpu()
+    directions(("LSTM", "layer", "paper"), 512, torch.bfloat16)
     for row in (("LSTM", "layer", "paper"), ("GRU", "layer", "joint")):
         passes(row, 512, torch.bfloat16, "cell")
         passes(row, 512, torch.bfloat16, "persistent")

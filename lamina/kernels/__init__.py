@@ -48,6 +48,7 @@ class Request:
     nonlinearity: str = "tanh"
     autocast: bool = False  # a layer norm's: recurrences are cast before
     recompute: bool = False  # gates are not kept for the backward pass
+    directions: int = 1  # of a layer: recurrences that could share launches
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Choice:
     reason: str
     opaque: bool = False  # runs inside a custom op that a compiler does not look into
     path: str = ""  # of the triton backend: "persistent", "steps" or "cell"; of numba: "cpu"
+    sides: int = 1  # recurrences that share a launch
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.reason}"
@@ -238,4 +240,29 @@ def _fused(request: Request, backend: str, forced: bool) -> Choice:
     path, why = path_for(request)
     if halves(request.dtype, request.nonlinearity):
         why += "; recurrent products with TF32's digits, as scaled float16"
-    return Choice("triton", f"{named}{why}{again}", path=path)
+    sides, how = _sides(request, path, forced)
+    return Choice("triton", f"{named}{why}{how}{again}", path=path, sides=sides)
+
+
+def _sides(request: Request, path: str, forced: bool) -> tuple[int, str]:
+    """How many directions of a layer share a launch, in words too."""
+    if request.directions == 1:
+        return 1, ""
+    obstacle = _obstacle_to_sides(request, path, forced)
+    if obstacle:
+        return 1, f"; directions one after the other: {obstacle}"
+    return request.directions, "; both directions in one launch"
+
+
+def _obstacle_to_sides(request: Request, path: str, forced: bool) -> str:
+    from .plans import together
+
+    if path != "persistent":
+        return "each step is launched by itself"
+    if torch.compiler.is_compiling():
+        return "under torch.compile each is an operator"
+    if request.recompute:
+        return "recompute=True goes back and forth in each"
+    if together(request, request.directions) < request.directions:
+        return "the device does not hold both at once"
+    return "" if forced else "their common launch has yet to be measured; backend='triton' takes it"

@@ -113,7 +113,7 @@ def form_of(setting: Setting) -> Form:
 
 @dataclass
 class Extras:
-    """What may act on a recurrence besides its weights."""
+    """What may act on a recurrence besides its weights; of stacked recurrences with an axis before."""
 
     lengths: Tensor | None = None  # [B]
     resets: Tensor | None = None  # bool [T, B]
@@ -126,10 +126,11 @@ class Extras:
         names = ("lengths", "resets", "keep_h", "keep_c", "drop")
         tensors = {name: getattr(self, name) for name in names}
         flags = {f"HAS_{name.upper()}": tensor is not None for name, tensor in tensors.items()}
+        masks = {name: tensors[name] for name in ("keep_h", "keep_c")}
         strides = {
-            f"{name}_{axis}": 0 if tensors[name] is None else tensors[name].stride(d)
-            for name in ("keep_h", "keep_c")
-            for d, axis in enumerate("tbu")
+            f"{name}_{axis}": 0 if mask is None or mask.dim() < -d else mask.stride(d)
+            for name, mask in masks.items()
+            for d, axis in zip((-4, -3, -2, -1), "stbu")
         }
         return {**{name: nothing if t is None else t for name, t in tensors.items()}, **strides, **flags}
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -53,6 +54,37 @@ def run(call: Recurrence, path: str) -> SequenceResult:
     return SequenceResult(output, (h_n, c_n)[: len(call.state)], {})
 
 
+def run_together(calls: Sequence[Recurrence], path: str) -> list[SequenceResult]:
+    """Recurrences that differ in their numbers only, such as the directions of a layer, in common launches."""
+    first = calls[0]
+    if watched(first.input) or watched(first.weights.weight_hh) or not _alike(calls):
+        return [run(call, path) for call in calls]
+    turned = [_forwards(call) for call in calls]
+    valid = _valid(turned[0])
+    tensors = [t for call in turned for t in tensors_of(call, valid)]
+    extras = [t for call in turned for t in extras_of(call)]
+    train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    keep = walk.ALL if train else walk.NOTHING
+    found = _Sequence.apply(setting_of(first, path), path, keep, *tensors, *extras)  # type: ignore[no-untyped-call]
+    results = []
+    for call, output, *state in zip(calls, *(t.unbind() for t in found)):
+        output = output if valid is None else zero_unless(valid, output)
+        output = reference.reverse_sequences(output, call.lengths) if call.reverse else output
+        results.append(SequenceResult(output, tuple(state[: len(call.state)]), {}))
+    return results
+
+
+def _alike(calls: Sequence[Recurrence]) -> bool:
+    """Whether calls have the same tensors, of the same shapes but for the inputs' widths."""
+
+    def kinds(call: Recurrence) -> list[Any]:
+        tensors = [*call.state, *call.weights[1:], call.lengths, call.resets, *call.zoneout, call.recurrent_mask]
+        known = [(t.shape, t.dtype) if isinstance(t, Tensor) else t is None for t in tensors]
+        return [setting_of(call), call.input.shape[:2], *known]
+
+    return all(kinds(call) == kinds(calls[0]) for call in calls[1:])
+
+
 def cpu_step(setting: Setting, x: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
     """The new state after one step on a CPU: of x [B, D] and what ``cell.step`` takes."""
     tensors = [x.unsqueeze(0), *given[: COUNT - 1]]
@@ -80,13 +112,21 @@ def _valid(call: Recurrence) -> Tensor | None:
     return (steps < call.lengths.unsqueeze(0)).unsqueeze(-1)
 
 
+EACH = COUNT + len(EXTRAS)  # tensors of one recurrence
+
+
 class _Sequence(torch.autograd.Function):
-    """Outputs [T, B, H], the final h and the final c."""
+    """Outputs [T, B, H], the final h and the final c; of several recurrences with an axis before.
+
+    It is given the tensors of all of them, then the extras of all of them.
+    """
 
     @staticmethod
     def forward(ctx: Any, setting: Setting, path: str, keep: str, *given: Tensor | None) -> tuple[Tensor, ...]:
-        tensors, extras = given[:COUNT], given[COUNT:]
+        sides = len(given) // EACH
+        tensors, extras = given[: COUNT * sides], given[COUNT * sides :]
         ctx.setting, ctx.path, ctx.keep, ctx.lease, ctx.call = setting, path, keep, None, None
+        ctx.sides = sides
         kept: list[Tensor] = []
         if keep == walk.STATES:
             hist, h_n, c_n, *kept = recompute.forward(setting, path, tensors, extras)
@@ -94,15 +134,15 @@ class _Sequence(torch.autograd.Function):
         elif path == "cpu":
             ctx.call = cpu.prepared(setting, tensors, extras)
         else:
-            ctx.lease = passes.lease(setting, path, keep, tensors, extras, walk.forward)
+            ctx.lease = passes.lease(setting, path, keep, tensors, extras, _walk(sides).forward)
         if ctx.lease is not None:
             output, h_n, c_n = ctx.lease.space.walk(tensors)
         elif ctx.call is not None:
             hist, h_n, c_n, *kept = cpu.forward(setting, tensors, extras, keep, ctx.call)
             output, kept = hist[1:], [hist, *kept]
         elif keep != walk.STATES:
-            hist, h_n, c_n, *kept = walk.forward(setting, path, tensors, extras, keep)
-            output, kept = hist[1:], [hist, *kept]
+            hist, h_n, c_n, *kept = _walk(sides).forward(setting, path, tensors, extras, keep)
+            output, kept = hist[..., 1:, :, :], [hist, *kept]
         if keep != walk.NOTHING:
             ctx.save_for_backward(*given, *kept)
         else:
@@ -115,21 +155,45 @@ class _Sequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
-        last = COUNT + len(EXTRAS)
-        tensors, extras, kept = saved[:COUNT], saved[COUNT:last], saved[last:]
+        count, last = COUNT * ctx.sides, EACH * ctx.sides
+        tensors, extras, kept = saved[:count], saved[count:last], saved[last:]
         if ctx.setting.cell != "LSTM":
             grads = (*grads[:2], None)
         if torch.is_grad_enabled():  # asked for with create_graph: these gradients will be differentiated
-            found = differentiable_gradients(ctx.setting, tensors, extras, grads, needed)
+            found = _differentiable(ctx.setting, tensors, extras, grads, needed, ctx.sides)
         elif ctx.lease is not None:
-            found = ctx.lease.space.walk_back(tensors, grads, needed[:COUNT], walk.backward)
+            found = ctx.lease.space.walk_back(tensors, grads, needed[:count], _walk(ctx.sides).backward)
         elif ctx.keep == walk.STATES:
             found = recompute.backward(ctx.setting, ctx.path, tensors, extras, kept, grads, needed)
         elif ctx.call is not None:
             found = cpu.backward(ctx.setting, tensors, extras, kept, grads, needed, ctx.call)
         else:
-            found = list(map(formed, walk.backward(ctx.setting, ctx.path, tensors, extras, kept, grads, needed)))
+            back = _walk(ctx.sides).backward
+            found = list(map(formed, back(ctx.setting, ctx.path, tensors, extras, kept, grads, needed[:count])))
         return None, None, None, *found, *(None for _ in extras)
+
+
+def _walk(count: int) -> ModuleType:
+    """Where ``forward`` and ``backward`` of one recurrence are, or of several."""
+    if count == 1:
+        return walk
+    from . import sides
+
+    return sides
+
+
+def _differentiable(
+    setting: Setting, tensors: Tensors, extras: Tensors, grads: Tensors, needed: Sequence[bool], count: int
+) -> list[Tensor | None]:
+    """``differentiable_gradients``, of one recurrence or of several."""
+    if count == 1:
+        return differentiable_gradients(setting, tensors, extras, grads, needed)
+    found: list[Tensor | None] = []
+    for side in range(count):
+        own, others = slice(side * COUNT, (side + 1) * COUNT), slice(side * len(EXTRAS), (side + 1) * len(EXTRAS))
+        arriving = [None if g is None else g[side] for g in grads]
+        found += differentiable_gradients(setting, tensors[own], extras[others], arriving, needed[own])
+    return found
 
 
 def differentiable_gradients(

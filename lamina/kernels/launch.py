@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,13 @@ from .precision import Matrix, Product, as_cudnn_multiplies, matrix_gradient, mu
 from .start import start
 
 Given = Tensor | None
+Small = tuple[Given, Given, Given, Given]  # gain, bias, gain_cell, bias_cell
 
 
 @cache
-def _constants(form: Form, cut: Plan, hidden: int, multiplied: str, half: bool, spin: bool) -> dict[str, Any]:
+def _constants(
+    form: Form, cut: Plan, hidden: int, multiplied: str, half: bool, spin: bool, stacked: bool
+) -> dict[str, Any]:
     return {
         **form.constants(),
         "eps": form.eps,
@@ -35,6 +39,7 @@ def _constants(form: Form, cut: Plan, hidden: int, multiplied: str, half: bool, 
         "HALF": half,
         "SPIN": spin,
         "WARPS": cut.warps,
+        "STACKED": stacked,
     }
 
 
@@ -47,21 +52,54 @@ def _options(cut: Plan) -> dict[str, Any]:
     return options
 
 
-def _start(kernel: Any, form: Form, cut: Plan, words: int, arguments: dict[str, Any]) -> None:
-    """One launch for as many tiles of rows as the device holds groups; groups do not wait for one another.
+@dataclass(frozen=True)
+class Part:
+    """Which sides of stacked tensors a launch walks, and from where on: ``sequence`` says what the numbers mean."""
 
-    ``words`` of 64 bits are each group's for its exchange, all 0 at first.
-    """
-    x, weight = arguments["x"], arguments["weight"]
-    steps, batch, width = x.shape
-    half = weight.dtype != arguments["hist"].dtype
-    constants = _constants(form, cut, width // form.gates, precision(weight.dtype), half, not interpreted())
-    tiles = -(-batch // cut.rows)
-    for first in range(0, tiles, cut.groups):
-        groups = min(cut.groups, tiles - first)
-        space = torch.zeros(groups * words, dtype=torch.int64, device=x.device)
-        counts = {"T": steps, "B": batch, "groups": groups, "first": first, "exchange": space}
-        start(kernel, (groups * cut.members,), {**constants, **arguments, **counts}, _options(cut))
+    sides: int
+    steps: int
+    place: int = 0
+    place_step: int = 1
+    begin: int = 0
+    lag: int = 0
+
+    def arguments(self) -> dict[str, int]:
+        return {
+            "sides": self.sides, "place": self.place, "place_step": self.place_step, "begin": self.begin,
+            "lag": self.lag, "span": self.steps,
+        }  # fmt: skip
+
+
+ALL = Part(1, 0)  # of tensors that are not stacked; the kernels do not look at it
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A pass whose memory is there: its kernel can be launched, whole or part by part."""
+
+    kernel: Any
+    form: Form
+    cut: Plan
+    words: int  # of 64 bits, each group's for its exchange
+    arguments: dict[str, Any]
+
+    def go(self, part: Part = ALL) -> None:
+        """One launch for as many tiles of rows as the device holds groups; groups do not wait for one another."""
+        x, weight = self.arguments["x"], self.arguments["weight"]
+        *stacked, steps, batch, width = x.shape
+        half = weight.dtype != self.arguments["hist"].dtype
+        constants = _constants(
+            self.form, self.cut, width // self.form.gates, precision(weight.dtype), half, not interpreted(),
+            bool(stacked),
+        )  # fmt: skip
+        tiles = -(-batch // self.cut.rows)
+        for first in range(0, tiles, self.cut.groups):
+            groups = min(self.cut.groups, tiles - first)
+            count = groups * part.sides
+            space = torch.zeros(count * self.words, dtype=torch.int64, device=x.device)  # no exchange's number
+            counts = {"T": steps, "B": batch, "groups": groups, "first": first, "exchange": space}
+            given = {**constants, **self.arguments, **part.arguments(), **counts}
+            start(self.kernel, (count * self.cut.members,), given, _options(self.cut))
 
 
 def _statistics(form: Form) -> int:
@@ -71,17 +109,18 @@ def _statistics(form: Form) -> int:
 
 def shapes(form: Form, x: Tensor, kind: torch.dtype, keep: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Of what ``forward`` gives in a model of dtype ``kind``."""
-    (steps, batch, width), wide = x.shape, torch.float32
-    hidden = width // form.gates
+    *stacked, steps, batch, width = x.shape
+    hidden, wide = width // form.gates, torch.float32
     lstm = form.cell == "LSTM"
-    return [
+    found: list[tuple[tuple[int, ...], torch.dtype]] = [
         ((steps + 1, batch, hidden), kind),
-        ((batch, hidden), kind),
+        ((batch, hidden), wide if stacked else kind),
         ((batch, hidden) if lstm else (0,), kind),
         ((steps + 1 if lstm else 0, batch, hidden), wide),
         ((steps if keep else 0, batch, width), kept_dtype(kind, hidden)),
         ((steps if keep else 0, _statistics(form), batch), wide),
     ]
+    return [((*stacked, *shape), dtype) for shape, dtype in found]
 
 
 def forward(
@@ -98,10 +137,20 @@ def forward(
     keep: bool,
 ) -> tuple[Tensor, ...]:
     """hist [T+1, B, H], the final h and c, c_hist, x^ and the norms' statistics; the last two only with ``keep``."""
+    walk, found = forward_walk(form, x, matrix, h, c, (gain, bias, gain_cell, bias_cell), extras, keep)
+    walk.go()
+    return found
+
+
+def forward_walk(
+    form: Form, x: Tensor, matrix: Matrix, h: Given, c: Given, small: Small, extras: Extras, keep: bool,
+    at_once: int = 1,
+) -> tuple[Walk, tuple[Tensor, ...]]:  # fmt: skip
+    """The pass, still to be walked, and what it will have found; stacked tensors are walked ``at_once`` at a time."""
     from . import sequence
 
     weight = matrix.values
-    cut = cut_for(form, weight.shape[1], x.shape[1], weight, False)
+    cut = cut_for(form, weight.shape[-1], x.shape[-2], weight, False, at_once)
     (shape, kind), *others = shapes(form, x, matrix.dtype, keep)
     hist = _awaited(shape, kind, x.device) if cut.members > 1 else x.new_empty(shape, dtype=kind)
     h_last, c_last, c_hist, xhat, stats = (x.new_empty(shape, dtype=dtype) for shape, dtype in others)
@@ -110,11 +159,11 @@ def forward(
         "weight": weight, "hist": hist, "h_last": h_last, "c_last": c_last, "c_hist": c_hist, "xhat": xhat,
         "stats": stats, "c_first": x if c is None else c, "HAS_C": c is not None, "TRAIN": keep,
         **_scales(matrix, h, extras),
-        **_shared(x, h, gain, bias, gain_cell, bias_cell), **extras.arguments(weight),
+        **_shared(x, h, *small), **extras.arguments(weight),
     }  # fmt: skip
     words = 2 * cut.members * cut.rows * (form.sums + 2)
-    _start(sequence.forward_kernel, form, cut, words, arguments)
-    return hist, h_last, c_last, c_hist, xhat, stats
+    walk = Walk(sequence.forward_kernel, form, cut, words, arguments)
+    return walk, (hist, h_last, c_last, c_hist, xhat, stats)
 
 
 def _awaited(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -147,17 +196,42 @@ def backward(
     train_matrix: bool = True,
 ) -> dict[str, Tensor | Product]:
     """Gradients by name: x, weight (if it is trained), h, c, gain, bias, gain_cell, bias_cell."""
+    hist, _, xhat, stats = kept
+    small = gain, bias, gain_cell, bias_cell
+    walk, found = backward_walk(form, x, matrix, h, small, extras, kept, d_out, d_h, d_c)
+    walk.go()
+    return gradients(form, matrix.dtype, small, extras, hist, xhat, stats, found, train_matrix)
+
+
+class Found(NamedTuple):
+    """What a walk backwards leaves: gradients to x, to the normalised product, to the first state, and shares."""
+
+    d_x: Tensor
+    d_y: Tensor
+    d_first: Tensor
+    shares: Tensor  # of the gradients of gains and biases, by tiles of rows
+
+    def at(self, side: int) -> Found:
+        return Found(*(t[side] for t in self))
+
+
+def backward_walk(
+    form: Form, x: Tensor, matrix: Matrix, h: Given, small: Small, extras: Extras, kept: tuple[Tensor, ...],
+    d_out: Given, d_h: Given, d_c: Given, at_once: int = 1,
+) -> tuple[Walk, Found]:  # fmt: skip
+    """The way back, still to be walked, and where it will leave what it finds."""
     from . import sequence
 
     hist, c_hist, xhat, stats = kept
-    weight, batch, hidden = matrix.values, x.shape[1], matrix.values.shape[1]
-    cut = cut_for(form, hidden, batch, weight, True)
+    weight, batch, hidden, stacked = matrix.values, x.shape[-2], matrix.values.shape[-1], x.shape[:-3]
+    cut = cut_for(form, hidden, batch, weight, True, at_once)
     defer = bool(form.site) and (cut.members > 1 or "defer" in OVERRIDE)
     d_y = torch.empty_like(xhat)
     d_x = torch.empty_like(xhat) if form.cell == "GRU" else d_y
-    d_first = x.new_empty(2 if form.cell == "LSTM" else 1, batch, hidden, dtype=torch.float32)
+    firsts = (2 if form.cell == "LSTM" else 1) * (2 if stacked and extras.resets is not None else 1)
+    d_first = x.new_empty(*stacked, firsts, batch, hidden, dtype=torch.float32)
     # Filled, because a thread whose first work is cuBLAS's is warned that it has no CUDA context: autograd's threads.
-    shares = x.new_zeros(-(-batch // cut.rows), 2 * (form.gates + 1) * hidden, dtype=torch.float32)
+    shares = x.new_zeros(*stacked, -(-batch // cut.rows), 2 * (form.gates + 1) * hidden, dtype=torch.float32)
     whole = weight.dtype == torch.float32 and precision(weight.dtype) != "tf32"  # a share is a word then
     size = cut.units * cut.rows // (1 if whole else 2)
     arguments = {
@@ -165,20 +239,28 @@ def backward(
         "xhat": xhat, "stats": stats, "q": _projections(form, xhat, weight) if defer else weight,
         "most": weight if matrix.most is None else matrix.most,
         **_incoming(x, d_out, d_h, d_c), "d_x": d_x, "d_y": d_y, "d_first": d_first, "shares": shares, "DEFER": defer,
-        **_shared(x, h, gain, bias, gain_cell, bias_cell), **extras.arguments(weight),
+        **_shared(x, h, *small), **extras.arguments(weight),
         "PC": max(1, min(power(cut.members), 1024 * cut.warps // size)),
     }  # fmt: skip
     words = 2 * cut.members * (cut.rows * (form.sums + 2) + cut.members * size)
-    _start(sequence.backward_kernel, form, cut, words, arguments)
-    kinds = {t.dtype for t in (gain, bias, gain_cell, bias_cell) if t is not None}
+    return Walk(sequence.backward_kernel, form, cut, words, arguments), Found(d_x, d_y, d_first, shares)
+
+
+def gradients(
+    form: Form, dtype: torch.dtype, small: Small, extras: Extras, hist: Tensor, xhat: Tensor, stats: Tensor,
+    found: Found, train_matrix: bool,
+) -> dict[str, Tensor | Product]:  # fmt: skip
+    """Gradients by name, of one recurrence of a model of ``dtype``; ``small`` are its gains and biases."""
+    gain, bias, _, _ = small
+    kinds = {t.dtype for t in small if t is not None}
     kind = kinds.pop() if len(kinds) == 1 else torch.float32
-    found: dict[str, Tensor | Product] = {**_added_up(form, hidden, shares, bias is not None, kind)}
-    found.update(zip("hc", d_first.unbind()))
-    through = _through_norm(form, d_y, xhat, gain, stats, matrix.dtype) if form.site else d_y.to(matrix.dtype)
-    found["x"] = through if form.site == "sum" else d_x
+    named: dict[str, Tensor | Product] = {**_added_up(form, hist.shape[-1], found.shares, bias is not None, kind)}
+    named.update(zip("hc" if form.cell == "LSTM" else "h", found.d_first.unbind()))
+    through = _through_norm(form, found.d_y, xhat, gain, stats, dtype) if form.site else found.d_y.to(dtype)
+    named["x"] = through if form.site == "sum" else found.d_x
     if train_matrix:
-        found["weight"] = matrix_gradient(through, operands(hist, extras))
-    return found
+        named["weight"] = matrix_gradient(through, operands(hist, extras))
+    return named
 
 
 def _shared(x: Tensor, h: Given, gain: Given, bias: Given, gain_cell: Given, bias_cell: Given) -> dict[str, Any]:
@@ -215,17 +297,23 @@ def _projections(form: Form, xhat: Tensor, weight: Tensor) -> Tensor:
 
     |x^| is at most the square root of its group's size: float16 holds it without a scale.
     """
-    kind, hidden = xhat.dtype, weight.shape[1]
-    rows = xhat.flatten(0, 1).to(weight.dtype)
-    q = weight.new_empty(form.statistics, rows.shape[0], hidden, dtype=kind)
+    *stacked, _, hidden = weight.shape
+    q = weight.new_empty(*stacked, form.statistics, xhat.shape[-3] * xhat.shape[-2], hidden, dtype=xhat.dtype)
     with as_cudnn_multiplies(weight.dtype):
-        if form.split == 1:
-            by_gate = rows.view(-1, form.gates, hidden).transpose(0, 1)
-            return multiply(by_gate, weight.view(-1, hidden, hidden), out=q)
-        sizes = [rows.shape[1]] if form.split == 0 else [2 * hidden, hidden]
-        for out, part, matrix in zip(q, torch.split(rows, sizes, 1), torch.split(weight, sizes)):
-            multiply(part, matrix, out=out)
+        for side in zip(q, xhat, weight) if stacked else [(q, xhat, weight)]:
+            _project(form, *side)
     return q
+
+
+def _project(form: Form, q: Tensor, xhat: Tensor, weight: Tensor) -> None:
+    hidden, rows = weight.shape[1], xhat.flatten(0, 1).to(weight.dtype)
+    if form.split == 1:
+        by_gate = rows.view(-1, form.gates, hidden).transpose(0, 1)
+        multiply(by_gate, weight.view(-1, hidden, hidden), out=q)
+        return
+    sizes = [rows.shape[1]] if form.split == 0 else [2 * hidden, hidden]
+    for out, part, matrix in zip(q, torch.split(rows, sizes, 1), torch.split(weight, sizes)):
+        multiply(part, matrix, out=out)
 
 
 def operands(hist: Tensor, extras: Extras) -> Tensor:

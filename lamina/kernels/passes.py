@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from . import replay
 from .forms import Setting
+from .given import COUNT
 from .precision import Product, formed, tf32_wanted
 
 Given = Tensor | None
@@ -50,7 +51,7 @@ def lease(
     x, weight, matrix = tensors[0], tensors[3], tensors[4]
     if x is None or weight is None or matrix is None or any(e is not None for e in extras):
         return None
-    share = _share(x, weight, matrix)
+    share = _share(x, weight, matrix) * len(tensors) / COUNT
     if not x.is_cuda or x.shape[0] > LONGEST or share > LARGEST or not replay.serves(x) or _saves_otherwise():
         return None
     key = (setting, path, keep, replay.stream_of(x), _multiplication(x.dtype), *map(_identity, tensors))
@@ -190,7 +191,7 @@ class Space:
                 place.copy_(tensor)
         self.forward.replay()
         hist, h_n, c_n = self.found[:3]
-        return hist[1:].clone(), h_n.clone(), c_n.clone()
+        return hist[..., 1:, :, :].clone(), h_n.clone(), c_n.clone()
 
     def walk_back(
         self, tensors: Sequence[Given], grads: Sequence[Given], needed: Sequence[bool], backward: Backward

@@ -44,6 +44,14 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", hopper)) - RESERVED
 
 
+def memory_of_two(device: torch.device) -> int:
+    """The same for programs of which two share a multiprocessor."""
+    if device.type != "cuda":
+        return 2**40
+    whole = int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+    return whole // 2 - 1024 - RESERVED  # a program takes 1 KiB for itself
+
+
 def plan(gates: int, hidden: int, batch: int, size: int, programs: int, memory: int, backward: bool) -> Plan | None:
     """Cut a problem for ``programs`` that can be on the device at once; None when its weights do not fit on chip.
 
@@ -69,6 +77,47 @@ def plan(gates: int, hidden: int, batch: int, size: int, programs: int, memory: 
     many = rows > 16 or (backward and rows > 8 and span > 512) or (not backward and rows > 8 and hidden % 4 != 0)
     warps = OVERRIDE.get("warps") or (8 if many else 4)
     return Plan(rows, units, members, groups, chunk, warps)
+
+
+def plan_together(
+    gates: int, hidden: int, batch: int, size: int, device: torch.device, backward: bool, sides: int
+) -> Plan | None:
+    """The plan of each of several recurrences that share a launch; None where the device does not hold them all.
+
+    Each on processors of its own, with tiles as small as if it were alone; or two programs on a multiprocessor, of
+    which one computes while the other waits. That takes 4 warps: 8 of them may need all registers.
+    """
+    programs, memory = processors(device), shared_memory(device)
+    alone = plan(gates, hidden, batch, size, programs, memory, backward)
+    if alone is None or sides == 1:
+        return alone
+    apart = plan(gates, hidden, batch, size, max(1, programs // sides), memory, backward)
+    beside = plan(gates, hidden, batch, size, max(1, 2 * programs // sides), memory_of_two(device), backward)
+    apart, beside = (p if p is not None and _one_launch(p, batch) else None for p in (apart, beside))
+    if beside is None or beside.warps > 4 or (apart is not None and apart.rows <= beside.rows):
+        return apart
+    return beside
+
+
+def _one_launch(cut: Plan, batch: int) -> bool:
+    return interpreted() or -(-batch // cut.rows) <= cut.groups
+
+
+def together(request: Request, sides: int) -> int:
+    """How many of ``sides`` recurrences like this one can share a launch; 1 if each needs its own."""
+    gates = 1 if request.cell == "RNN" else 4
+    size = 2 if halves(request.dtype, request.nonlinearity) else _operand_size(request.dtype)
+    return _together(gates, request.hidden, request.batch, size, request.device, sides, tuple(OVERRIDE.items()))
+
+
+@cache
+def _together(
+    gates: int, hidden: int, batch: int, size: int, device: torch.device, sides: int, override: object
+) -> int:
+    for count in range(sides, 1, -1):
+        if all(plan_together(gates, hidden, batch, size, device, back, count) for back in (False, True)):
+            return count
+    return 1
 
 
 def path_for(request: Request) -> tuple[str, str]:
@@ -117,17 +166,17 @@ def _chunk(span: int, rows: int, size: int, backward: bool) -> int:
     return max(16, min(most, whole // 4))
 
 
-def cut_for(form: Form, hidden: int, batch: int, weight: Tensor, backward: bool) -> Plan:
-    """The plan of a launch on the weight's device."""
+def cut_for(form: Form, hidden: int, batch: int, weight: Tensor, backward: bool, sides: int = 1) -> Plan:
+    """The plan of a launch on the weight's device, for each of ``sides`` recurrences."""
     size = _operand_size(weight.dtype)
-    return _cut_for(form, hidden, batch, size, weight.device, backward, tuple(OVERRIDE.items()))
+    return _cut_for(form, hidden, batch, size, weight.device, backward, sides, tuple(OVERRIDE.items()))
 
 
 @cache
 def _cut_for(
-    form: Form, hidden: int, batch: int, size: int, device: torch.device, backward: bool, override: object
+    form: Form, hidden: int, batch: int, size: int, device: torch.device, backward: bool, sides: int, override: object
 ) -> Plan:
-    found = plan(form.padded_gates, hidden, batch, size, processors(device), shared_memory(device), backward)
+    found = plan_together(form.padded_gates, hidden, batch, size, device, backward, sides)
     if found is None:
-        raise RuntimeError(f"no plan for {form} with {hidden} units")  # `choose` asks before
+        raise RuntimeError(f"no plan for {sides} of {form} with {hidden} units")  # `choose` asks before
     return found

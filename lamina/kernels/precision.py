@@ -59,9 +59,9 @@ def reach(matrix: Matrix, h: Tensor | None, drop: Tensor | None) -> Tensor | Non
         return None
     bound = torch.ones(1, device=matrix.values.device)
     if h is not None:
-        bound = torch.linalg.vector_norm(h, torch.inf, 1, dtype=torch.float32).clamp(min=1)
+        bound = torch.linalg.vector_norm(h, torch.inf, -1, dtype=torch.float32).clamp(min=1)
     if drop is not None:
-        bound = bound * torch.linalg.vector_norm(drop, torch.inf, 1, dtype=torch.float32)
+        bound = bound * torch.linalg.vector_norm(drop, torch.inf, -1, dtype=torch.float32)
     return bound.contiguous()
 
 

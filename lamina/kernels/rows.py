@@ -214,18 +214,21 @@ def forward(
     mode: str,
     eps: float,
     eps_mode: str,
+    out: Tensor | None = None,
+    statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What the sequence kernels take as x, [T, B, G*H], from W_x x of all steps, [T, B, G*H]: in the same dtype.
 
     "norm" is LN over each group of gates times the gain plus the biases, "centre" takes the mean of each group away,
-    "plain" adds the biases. Beside it the statistics of "norm".
+    "plain" adds the biases. Beside it the statistics of "norm". Both are written to where a caller wants them.
     """
-    statistics = summed.new_empty(statistics_shape(summed, groups, mode), dtype=torch.float32)
+    if statistics is None:
+        statistics = summed.new_empty(statistics_shape(summed, groups, mode), dtype=torch.float32)
     width = summed.shape[-1]
     dtype = kept_dtype(summed.dtype, _hidden(width, groups))
-    if mode == "plain" and bias is None and bias_too is None:
-        return summed.to(dtype), statistics  # nothing to fuse
-    out = torch.empty_like(summed, dtype=dtype)
+    if mode == "plain" and bias is None and bias_too is None:  # nothing to fuse
+        return summed.to(dtype) if out is None else out.copy_(summed), statistics
+    out = torch.empty_like(summed, dtype=dtype) if out is None else out
     how, count = cut(width, groups, mode, False), summed.shape[0] * summed.shape[1]
     arguments = {
         "summed": summed, "gain": gain, "bias": bias, "bias_too": bias_too, "out": out, "statistics": statistics,

@@ -16,6 +16,12 @@ which is the shape Hopper's matrix unit wants. GRU's three gates are padded to f
 W_h (and, where the norm stands on the sum, W_x x) come centred over each normalised group: their product has mean 0,
 so the norm needs one sum per row, of squares (the paper's re-centring invariance).
 
+STACKED: several recurrences of one form share a launch, each a *side*: the directions of a layer, or layers one above
+another. Sides wait for nobody but themselves. Their tensors lie stacked on a first axis, of which side k has the place
+``place + k * place_step``. A launch may walk a part of the steps, ``span`` of them, for side k from
+``begin - k * lag`` on, so that layers can follow each other at a distance. A part begins with what the one before has
+left: the states in hist, c_hist and, unrounded, h_last; backward what is in d_first and shares.
+
 Backward. dL/dh' = W~' (rstd (dy - x^ s)): the row's scalar s is known only after all members met, so it is applied
 after the product, with Q = W~' x^ prepared for all steps at once; the mean term dies because W~ is centred.
 """
@@ -57,6 +63,7 @@ from .formulas import (
 # A new batch size, length or stride compiles nothing.
 COUNTS = [
     "T", "B", "groups", "first", "keep_h_t", "keep_h_b", "keep_h_u", "keep_c_t", "keep_c_b", "keep_c_u",
+    "keep_h_s", "keep_c_s", "sides", "place", "place_step", "begin", "lag", "span",
 ]  # fmt: skip
 
 
@@ -185,26 +192,28 @@ def forward_kernel(
     x, weight, gain, bias, gain_cell, bias_cell,  # [T, B, G*H], [G*H, H], [G*H], [G*H], [H], [H]
     h_first, c_first,  # [B, H]
     hist, c_hist,  # [T+1, B, H]; hist in the product's dtype, NOT_YET where members wait for it; c_hist float32
-    h_last, c_last,  # [B, H]
+    h_last, c_last,  # [B, H]; stacked, h_last is float32
     xhat, stats,  # kept for backward: [T, B, G*H], [T, NS (2 more for a cell norm), B]
     most, reach,  # [1], [B]: bounds of the weights' and of h's absolute values; that of h is 1 without reach
     exchange,  # words, all 0 at first: of sums [2, groups, P, NS*BM], of moments [2, groups, P, 2*BM]
     lengths, resets, keep_h, keep_c, drop,  # [B], [T, B], [T, B, H] or strides 0, [B, H]
-    keep_h_t, keep_h_b, keep_h_u, keep_c_t, keep_c_b, keep_c_u,  # strides
-    T, B, groups, first, eps,  # first: the tile of rows that this launch's first group serves
+    keep_h_t, keep_h_b, keep_h_u, keep_c_t, keep_c_b, keep_c_u, keep_h_s, keep_c_s,  # strides; of sides the last
+    T, B, groups, first, eps,  # groups of a side; first: the tile of rows that this launch's first group serves
+    sides, place, place_step, begin, lag, span,  # see above
     CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
     RELU: tl.constexpr, STD: tl.constexpr, TRAIN: tl.constexpr, HAS_H: tl.constexpr, HAS_C: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_BIAS_CELL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_RESETS: tl.constexpr,
     HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr, HAS_DROP: tl.constexpr,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
     K: tl.constexpr, NK: tl.constexpr, P2: tl.constexpr, SOLO: tl.constexpr, PRECISION: tl.constexpr,
-    HALF: tl.constexpr, HAS_REACH: tl.constexpr, SPIN: tl.constexpr, WARPS: tl.constexpr,
+    HALF: tl.constexpr, HAS_REACH: tl.constexpr, SPIN: tl.constexpr, WARPS: tl.constexpr, STACKED: tl.constexpr,
 ):  # fmt: skip
-    """One group of programs walks its tile of rows through all T steps."""
+    """One group of programs walks its tile of rows through all T steps, or through a part of them."""
     group, member = tl.program_id(0) // P, tl.program_id(0) % P
     NS: tl.constexpr = 1 if SPLIT == TOGETHER else (2 if SPLIT == PAIR else GP)
     QUICK: tl.constexpr = quick_enough(hist.dtype.element_ty)
-    rows = (first + group) * BM + tl.arange(0, BM)
+    tile = first + (group % groups if STACKED else group)
+    rows = tile * BM + tl.arange(0, BM)
     units = member * BU + tl.arange(0, BU)
     gates = tl.arange(0, GP)
     row_ok, unit_ok = rows < B, units < H
@@ -217,9 +226,24 @@ def forward_kernel(
     step_gates, step_units = wide(B) * G * H, wide(B) * H
     seen_rows = tl.minimum(rows, B - 1)  # rows beyond the batch wait for what comes
     NSTAT: tl.constexpr = (NS if SITE != NOWHERE else 0) + (2 if CELL_NORM else 0)
-    sums_turn, moments_turn = groups * P * NS * BM, groups * P * 2 * BM
+    all_groups = groups * sides if STACKED else groups
+    sums_turn, moments_turn = all_groups * P * NS * BM, all_groups * P * 2 * BM
     sums = exchange + group * P * NS * BM
     moments = exchange + 2 * sums_turn + group * P * 2 * BM
+    start, end = 0, T
+    if STACKED:
+        start = begin - (group // groups) * lag
+        end = tl.minimum(start + span, T)
+        at_side = wide(place + (group // groups) * place_step)
+        x, xhat, stats = x + at_side * T * step_gates, xhat + at_side * T * step_gates, stats + at_side * T * NSTAT * B
+        hist, c_hist = hist + at_side * (T + 1) * step_units, c_hist + at_side * (T + 1) * step_units
+        weight, gain, bias = weight + at_side * G * H * H, gain + at_side * G * H, bias + at_side * G * H
+        gain_cell, bias_cell = gain_cell + at_side * H, bias_cell + at_side * H
+        h_first, c_first = h_first + at_side * step_units, c_first + at_side * step_units
+        h_last, c_last, drop = h_last + at_side * step_units, c_last + at_side * step_units, drop + at_side * step_units
+        most, reach = most + at_side, reach + at_side * B
+        lengths, resets = lengths + at_side * B, resets + at_side * T * B
+        keep_h, keep_c = keep_h + at_side * keep_h_s, keep_c + at_side * keep_c_s
 
     # Row r of this member's weights is gate r // BU of unit r % BU.
     r = tl.arange(0, GP * BU)
@@ -250,21 +274,28 @@ def forward_kernel(
     if HAS_C:
         c = tl.load(c_first + at, mask=own, other=0.0).to(tl.float32)
     h_start, c_start = h, c
+    first_part = own
+    if STACKED:
+        first_part = own & (start == 0)
+        goes_on = own & (start > 0)
+        h = tl.where(start > 0, tl.load(h_last + at, mask=goes_on, other=0.0), h)
+        if CELL == LSTM:
+            c = tl.where(start > 0, tl.load(c_hist + start * step_units + at, mask=goes_on, other=0.0), c)
     if HALF:
         largest = tl.full((BM,), 1.0, tl.float32)
         if HAS_REACH:
             largest = tl.load(reach + seen_rows)
         up, down = fitting(largest)
         down *= fitting(tl.load(most))[1]
-    tl.store(as_bits(hist) + at, state_bits(h, hist.dtype.element_ty), mask=own)
+    tl.store(as_bits(hist) + at, state_bits(h, hist.dtype.element_ty), mask=first_part)
     if CELL == LSTM:
-        tl.store(c_hist + at, c, mask=own)
+        tl.store(c_hist + at, c, mask=first_part)
     own_one = over(tl.full((), 1.0, tl.float32), tl.minimum(H - member * BU, BU))
     if HAS_LENGTHS:
         length = tl.load(lengths + rows, mask=row_ok, other=0)
-    x3 = tl.load(x + at_gates, mask=own_gates, other=0.0).to(tl.float32)
+    x3 = tl.load(x + start * step_gates + at_gates, mask=own_gates, other=0.0).to(tl.float32)
 
-    for t in tl.range(0, T, num_stages=1):
+    for t in tl.range(start, end, num_stages=1):
         turn = t % 2
         restart = row_ok
         if HAS_RESETS:
@@ -354,7 +385,7 @@ def forward_kernel(
             c = tl.where(going, c, c_old)
         tl.store(as_bits(hist) + (t + 1) * step_units + at, state_bits(h, hist.dtype.element_ty), mask=own)
         # What nobody waits for comes after: stores for backward, and the next step's input.
-        x3 = tl.load(x + (t + 1) * step_gates + at_gates, mask=own_gates & (t + 1 < T), other=0.0).to(tl.float32)
+        x3 = tl.load(x + (t + 1) * step_gates + at_gates, mask=own_gates & (t + 1 < end), other=0.0).to(tl.float32)
         if CELL == LSTM:
             tl.store(c_hist + (t + 1) * step_units + at, c, mask=own)
         if TRAIN:
@@ -521,6 +552,14 @@ def _gathered(shares, sums, q, q_turn, scale, drop, rows, units, own, number, H:
     return tl.where(own, dh, 0.0)
 
 
+@triton.jit
+def _leave(at, value, ok, more, STACKED: tl.constexpr):
+    """Store a part's share of a gradient, added to those of the parts behind, if there are ``more``."""
+    if STACKED:
+        value += tl.load(at, mask=ok & more, other=0.0)
+    tl.store(at, value, mask=ok)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def backward_kernel(
     x, weight, gain, bias, gain_cell, bias_cell,  # as forward has them
@@ -528,13 +567,14 @@ def backward_kernel(
     q,  # [groups of gates, T, B, H]
     d_out, d_h, d_c,  # [T, B, H], [B, H], [B, H]
     d_x, d_y,  # [T, B, G*H]: to x and to the normalised product; one tensor where they are alike
-    d_first,  # [2, B, H]: to the first h and c
+    d_first,  # [2, B, H]: to the first h and c; stacked and with restarts [4, B, H], those of the restarts last
     most,  # [1]: a bound of the weights' absolute values
     shares,  # [tiles, 2*G*H + 2*H]: of the gradients of bias, gain, bias_cell and gain_cell
     exchange,  # all 0 at first: words [2, groups, P, 2*BM] and [2, groups, P, NS*BM], shares [2, groups, P, P, BU*BM]
     lengths, resets, keep_h, keep_c, drop,
-    keep_h_t, keep_h_b, keep_h_u, keep_c_t, keep_c_b, keep_c_u,
-    T, B, groups, first, eps,  # first: the tile of rows that this launch's first group serves
+    keep_h_t, keep_h_b, keep_h_u, keep_c_t, keep_c_b, keep_c_u, keep_h_s, keep_c_s,
+    T, B, groups, first, eps,  # groups of a side; first: the tile of rows that this launch's first group serves
+    sides, place, place_step, begin, lag, span,
     CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
     RELU: tl.constexpr, STD: tl.constexpr, HAS_H: tl.constexpr, HAS_D_OUT: tl.constexpr, HAS_D_H: tl.constexpr,
     HAS_D_C: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BIAS_CELL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -542,12 +582,14 @@ def backward_kernel(
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
     K: tl.constexpr, NK: tl.constexpr, P2: tl.constexpr, PC: tl.constexpr, SOLO: tl.constexpr,
     PRECISION: tl.constexpr, HALF: tl.constexpr, DEFER: tl.constexpr, SPIN: tl.constexpr, WARPS: tl.constexpr,
+    STACKED: tl.constexpr,
 ):  # fmt: skip
     """The same walk from the last step to the first."""
     group, member = tl.program_id(0) // P, tl.program_id(0) % P
     NS: tl.constexpr = 1 if SPLIT == TOGETHER else (2 if SPLIT == PAIR else GP)
     NQ: tl.constexpr = 1 if SPLIT == TOGETHER else (2 if SPLIT == PAIR else G)
-    rows = (first + group) * BM + tl.arange(0, BM)
+    tile = first + (group % groups if STACKED else group)
+    rows = tile * BM + tl.arange(0, BM)
     units = member * BU + tl.arange(0, BU)
     gates = tl.arange(0, GP)
     row_ok, unit_ok = rows < B, units < H
@@ -561,11 +603,30 @@ def backward_kernel(
     RAW_C: tl.constexpr = (not CARRY) and (not HAS_KEEP_C)  # what c_hist holds is the cell's c
     WIDE: tl.constexpr = (weight.dtype.element_ty == tl.float32) & (PRECISION != "tf32")  # float32 is kept whole
     TILE: tl.constexpr = BU * BM if WIDE else BU * BM // 2  # 64 bits each
-    cell_turn, sums_turn, shares_turn = groups * P * 2 * BM, groups * P * NS * BM, wide(groups) * P * P * TILE
+    all_groups = groups * sides if STACKED else groups
+    cell_turn, sums_turn = all_groups * P * 2 * BM, all_groups * P * NS * BM
+    shares_turn = wide(all_groups) * P * P * TILE
     cell_sums = exchange + group * P * 2 * BM
     sums = exchange + 2 * cell_turn + group * P * NS * BM
     # This member's share for member m lies at [m, member]; what is meant for it, at [member, *].
     travelling = exchange + 2 * (cell_turn + sums_turn) + wide(group) * P * P * TILE
+    start, end = 0, T
+    FIRSTS: tl.constexpr = (2 if CELL == LSTM else 1) * (2 if HAS_RESETS else 1)  # of tensors that are stacked
+    if STACKED:
+        start = begin - (group // groups) * lag
+        end = tl.minimum(start + span, T)
+        at_side = wide(place + (group // groups) * place_step)
+        x, xhat, stats = x + at_side * T * step_gates, xhat + at_side * T * step_gates, stats + at_side * T * NSTAT * B
+        hist, c_hist = hist + at_side * (T + 1) * step_units, c_hist + at_side * (T + 1) * step_units
+        weight, gain, bias = weight + at_side * G * H * H, gain + at_side * G * H, bias + at_side * G * H
+        gain_cell, bias_cell = gain_cell + at_side * H, bias_cell + at_side * H
+        h_first, d_h, d_c = h_first + at_side * step_units, d_h + at_side * step_units, d_c + at_side * step_units
+        d_out, q = d_out + at_side * T * step_units, q + at_side * NQ * T * step_units
+        d_x, d_y = d_x + at_side * T * step_gates, d_y + at_side * T * step_gates
+        d_first += at_side * FIRSTS * step_units
+        shares += at_side * ((B + BM - 1) // BM) * (2 * G * H + 2 * H)
+        most, lengths, resets = most + at_side, lengths + at_side * B, resets + at_side * T * B
+        keep_h, keep_c, drop = keep_h + at_side * keep_h_s, keep_c + at_side * keep_c_s, drop + at_side * step_units
 
     r, k = tl.arange(0, GP * BU), tl.arange(0, K)
     w = ()
@@ -605,14 +666,23 @@ def backward_kernel(
     dh, dh_first, dc_first, sum_gain_cell, sum_bias_cell = zero, zero, zero, zero, zero
     if HAS_D_H:
         dh = tl.load(d_h + at, mask=own, other=0.0).to(tl.float32)
+    if STACKED:  # what the part behind has left
+        goes_on = own & (end < T)
+        dh = tl.where(end < T, tl.load(d_first + at, mask=goes_on, other=0.0), dh)
+        if CELL == LSTM:
+            dc = tl.where(end < T, tl.load(d_first + step_units + at, mask=goes_on, other=0.0), dc)
+        if HAS_RESETS:
+            dh_first = tl.load(d_first + (FIRSTS // 2) * step_units + at, mask=goes_on, other=0.0)
+            if CELL == LSTM:
+                dc_first = tl.load(d_first + 3 * step_units + at, mask=goes_on, other=0.0)
     sum_gain, sum_bias = tl.zeros((GP, BU, BM), tl.float32), tl.zeros((GP, BU, BM), tl.float32)
     a0, a1, a2, a3, a4, a5, a6, normed, inverse, rstd, dh_here, restart = _recalled(
-        T - 1, x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias, h_start, c_start, at,
+        end - 1, x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias, h_start, c_start, at,
         at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units, CELL, SITE, CELL_NORM, RAW_C, RELU,
         HAS_RESETS, HAS_D_OUT, GP, NS, NSTAT, BU, BM)  # fmt: skip
 
-    for done in tl.range(0, T, num_stages=1):
-        t = T - 1 - done
+    for done in tl.range(0, end - start, num_stages=1):
+        t = end - 1 - done
         turn = done % 2
         dh += dh_here
         direct, direct_c = zero, zero
@@ -705,8 +775,8 @@ def backward_kernel(
             sum_bias += d_step
         restarts = restart
         a0, a1, a2, a3, a4, a5, a6, normed, inverse, rstd, dh_here, restart = _recalled(
-            tl.maximum(t - 1, 0), x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias, h_start,
-            c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units, CELL, SITE, CELL_NORM,
+            tl.maximum(t - 1, start), x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias,
+            h_start, c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units, CELL, SITE, CELL_NORM,
             RAW_C, RELU, HAS_RESETS, HAS_D_OUT, GP, NS, NSTAT, BU, BM)  # fmt: skip
         if SOLO:
             tl.debug_barrier()  # what other threads of this program have stored is there
@@ -720,19 +790,25 @@ def backward_kernel(
             dh = tl.where(restarts[None, :], 0.0, dh)
             dc = tl.where(restarts[None, :], 0.0, dc)
 
+    if STACKED & HAS_RESETS:
+        tl.store(d_first + (FIRSTS // 2) * step_units + at, dh_first, mask=own)
+        dh_first = tl.where(start == 0, dh_first, 0.0)
+        if CELL == LSTM:
+            tl.store(d_first + 3 * step_units + at, dc_first, mask=own)
+            dc_first = tl.where(start == 0, dc_first, 0.0)
     tl.store(d_first + at, dh + dh_first, mask=own)
     if CELL == LSTM:
         tl.store(d_first + step_units + at, dc + dc_first, mask=own)
-    shares += (first + group) * (2 * G * H + 2 * H)
+    shares += tile * (2 * G * H + 2 * H)
     at_sums = gates[:, None] * H + units[None, :]
     sums_ok = (gates < G)[:, None] & unit_ok[None, :]
     if HAS_BIAS:
-        tl.store(shares + at_sums, tl.sum(sum_bias, 2), mask=sums_ok)
+        _leave(shares + at_sums, tl.sum(sum_bias, 2), sums_ok, end < T, STACKED)
     if SITE != NOWHERE:
-        tl.store(shares + G * H + at_sums, tl.sum(sum_gain, 2), mask=sums_ok)
+        _leave(shares + G * H + at_sums, tl.sum(sum_gain, 2), sums_ok, end < T, STACKED)
     if CELL_NORM:
-        tl.store(shares + 2 * G * H + units, tl.sum(sum_bias_cell, 1), mask=unit_ok)
-        tl.store(shares + 2 * G * H + H + units, tl.sum(sum_gain_cell, 1), mask=unit_ok)
+        _leave(shares + 2 * G * H + units, tl.sum(sum_bias_cell, 1), unit_ok, end < T, STACKED)
+        _leave(shares + 2 * G * H + H + units, tl.sum(sum_gain_cell, 1), unit_ok, end < T, STACKED)
 
 
 @triton.jit(do_not_specialize=["B"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from . import cpu, launch
 from .forms import Extras, Form, Setting, form_of
 from .given import NAMES, Tensors, there
+from .launch import Small
 from .precision import Matrix, Product, as_cudnn_multiplies, formed, matrix_gradient
 
 # What a forward pass leaves for backward: nothing, the states alone, or all that ``backward`` takes.
@@ -39,7 +41,7 @@ def input_side(setting: Setting) -> tuple[tuple[int, ...], str]:
     return (where.ih, "norm") if where.ih else ((form_of(setting).gates,), "plain")
 
 
-def _outer_biases(form: Form, bias_ih: Tensor | None, bias_hh: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def outer_biases(form: Form, bias_ih: Tensor | None, bias_hh: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """What is added to W_x x beforehand: GRU's recurrent bias cannot be, nor any where the sum is normed."""
     if form.site == "sum":
         return None, None
@@ -53,14 +55,14 @@ def _inner_bias(form: Form, bias_ih: Tensor | None, bias_hh: Tensor | None) -> T
     return bias_hh if bias_ih is None else bias_ih if bias_hh is None else bias_ih + bias_hh
 
 
-def _inner(form: Form, tensors: Tensors) -> list[Tensor | None]:
+def inner(form: Form, tensors: Tensors) -> Small:
     """gain, bias, gain_cell and bias_cell, as the steps use them; a norm without a gain has a gain of 1."""
     _, _, _, _, matrix, bias_ih, bias_hh, _, gain_hh, gain_sum, gain_cell, bias_cell = tensors
     gain = gain_hh if form.site == "hh" else gain_sum
     rows, hidden = there(matrix).shape
     gain = _or_ones(gain, rows, matrix) if form.site else None
     gain_cell = _or_ones(gain_cell, hidden, matrix) if form.cell_norm else None
-    return [gain, _inner_bias(form, bias_ih, bias_hh), gain_cell, bias_cell]
+    return gain, _inner_bias(form, bias_ih, bias_hh), gain_cell, bias_cell
 
 
 def _or_ones(gain: Tensor | None, width: int, like: Tensor | None) -> Tensor:
@@ -81,7 +83,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     x, weight_ih = there(x), there(weight_ih)
     with as_cudnn_multiplies(x.dtype):
         summed = torch.nn.functional.linear(x, weight_ih)
-    biases = _outer_biases(form, bias_ih, bias_hh)
+    biases = outer_biases(form, bias_ih, bias_hh)
     prepared, statistics = rows.forward(summed, gain_ih, *biases, groups, mode, setting.eps, setting.eps_mode)
     if keep != ALL:
         summed = summed.new_empty(0)  # its memory is wanted sooner than this function ends
@@ -89,7 +91,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     matrix = rows.matrix(there(weight_hh), normed, setting.factors == "half")
     extra = Extras(*extras)
     hist, h_n, c_n, *kept = module(path).forward(
-        form, prepared, matrix, h, c, *_inner(form, tensors), extra, keep == ALL
+        form, prepared, matrix, h, c, *inner(form, tensors), extra, keep == ALL
     )
     most = statistics.new_empty(0) if matrix.most is None else matrix.most
     return [hist, h_n, c_n, summed, statistics, prepared, matrix.values, most, *kept]
@@ -105,19 +107,28 @@ def backward(
     """
     if path == "cpu":
         return [*cpu.backward(setting, tensors, extras, kept, grads, needed)]
-    from . import rows
-
-    form, (groups, mode) = form_of(setting), input_side(setting)
-    x, h, _, weight_ih, _, bias_ih, bias_hh, gain_ih = tensors[:8]
-    x, weight_ih = there(x), there(weight_ih)
+    form, h = form_of(setting), tensors[1]
     hist, summed, statistics, prepared, values, most, *rest = kept
     matrix = Matrix(values, hist.dtype, most if most.numel() else None)
     arriving = [None if g is None else g.contiguous() for g in grads]
     found = module(path).backward(
-        form, prepared, matrix, h, *_inner(form, tensors), Extras(*extras), (hist, *rest), *arriving,
+        form, prepared, matrix, h, *inner(form, tensors), Extras(*extras), (hist, *rest), *arriving,
         train_matrix=needed[4],
     )  # fmt: skip
-    outer = [b for b in _outer_biases(form, bias_ih, bias_hh) if b is not None]
+    return outer_gradients(setting, tensors, found, summed, statistics, needed)
+
+
+def outer_gradients(
+    setting: Setting, tensors: Tensors, found: dict[str, Any], summed: Tensor, statistics: Tensor,
+    needed: Sequence[bool],
+) -> list[Tensor | Product | None]:  # fmt: skip
+    """Gradients in the order and the dtypes of ``tensors``, from those that the steps have found, by name."""
+    from . import rows
+
+    form, (groups, mode) = form_of(setting), input_side(setting)
+    bias_ih, bias_hh, gain_ih = tensors[5:8]
+    x, weight_ih = there(tensors[0]), there(tensors[3])
+    outer = [b for b in outer_biases(form, bias_ih, bias_hh) if b is not None]
     d_summed, small = rows.backward(
         found["x"], summed, gain_ih, statistics, groups, mode, setting.eps, setting.eps_mode, bool(outer)
     )
