@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import functional
-from .checks import autocast_dtype, describe, fail, one_of, traced, transformed, watched
+from .checks import describe, fail, one_of, traced, transformed, watched
 from .kernels.given import NAMES
 from .options import CellOptions
 from .placements import STATES
@@ -17,12 +18,19 @@ from .recurrent_base import RecurrentModule, State
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_PARAMETERS = NAMES[3:]
+
 
 def _ordinary(input: Any) -> bool:
     """Whether a tensor is seen by nobody but autograd: no compiler, no tracer, no transform, no autocast."""
-    if torch.compiler.is_compiling() or traced() or watched(input):
+    if torch.compiler.is_compiling() or traced() or watched(input) or transformed(input):
         return False
-    return not transformed(input) and autocast_dtype(input) is None
+    return not torch.is_autocast_enabled(input.device.type)
+
+
+def _kind(given: Any) -> Any:
+    """All that checks and the choice of a backend look at, besides the module's options: of tensors or None."""
+    return tuple([t if t is None else (t.shape, t.dtype, t.device) for t in given])
 
 
 class RecurrentCell(RecurrentModule):
@@ -37,7 +45,7 @@ class RecurrentCell(RecurrentModule):
         if self.options.recompute:
             raise fail("recompute is for layers: a cell has one step", "recompute=True", "Drop it.")
         self._add_cell("", self.input_size)
-        self._fused: dict[Any, Any] = {}  # kinds of calls that a fused step is known to serve: which, and the setting
+        self._fused: dict[Any, Any] = {}  # kinds of calls that a fused step is known to serve, and that step
         self.reset_parameters()
 
     def _suffixes(self) -> list[str]:
@@ -65,37 +73,38 @@ class RecurrentCell(RecurrentModule):
         """The fused step of a call whose like has been checked before; None where all of it must be looked at."""
         if not self._fused or recurrent_mask is not None or not _ordinary(input):
             return None
-        state = (None, None)[: STATES[self.cell]] if hx is None else hx if isinstance(hx, (tuple, list)) else (hx,)
-        if hx is not None and not all(type(s) is Tensor for s in state):
+        state = () if hx is None else hx if isinstance(hx, (tuple, list)) else (hx,)
+        if not all(type(s) is Tensor for s in state):
             return None
-        known = self._fused.get(self._kind(input, state))
-        if known is None:
+        given = self._given(input, state)
+        step = self._fused.get(_kind(given))
+        if step is None:
             return None
-        step, setting = known
-        given = [t if t is None or t.is_contiguous() else t.contiguous() for t in (input, *state, None)[:3]]
-        own = self._parameters
-        found: State = step(setting, *given, *(own.get(name) for name in NAMES[3:]), None, None, None)
+        found: State = step(*[t if t is None or t.is_contiguous() else t.contiguous() for t in given])
         return found
 
-    def _kind(self, input: Any, state: Any) -> Any:
-        """All that checks and the choice of a backend look at, besides the module's options."""
-        own = self._parameters  # a parametrised one is no longer among them
-        weight = own.get("weight_ih")
-        states = tuple(s if s is None else (s.shape, s.dtype, s.device) for s in state)
-        return input.shape, input.dtype, input.device, states, len(own), weight is None or (weight.dtype, weight.device)
+    def _given(self, input: Tensor, state: Any) -> tuple[Tensor | None, ...]:
+        """What a fused step takes; a parametrised weight is no longer among the parameters."""
+        padding = (None,) * (2 - len(state))
+        return input, *state, *padding, *map(self._parameters.get, _PARAMETERS), None, None, None
 
     def _remember(self, call: Any, input: Tensor, state: Any) -> None:
         """That calls like this one are served by the fused step, if they are and nothing else acts on them."""
-        options = self.options
+        options, own = self.options, self._parameters
         masked = options.zoneout or options.recurrent_dropout or options.learn_initial_state
         if masked or self.norm not in ("layer", None) or input.dim() != 2 or not _ordinary(input):
             return
-        path = functional.explain(self, input).path if "weight_ih" in self._parameters else ""
+        path = functional.explain(self, input).path if all(name in own for name in self._fields) else ""
         if path:
             from .kernels import cell, forms, fused
 
-            step = {"cell": cell.step, "cpu": fused.cpu_step}[path]
-            self._fused[self._kind(input, state)] = step, forms.setting_of(call, path)
+            given, setting = self._given(input, state), forms.setting_of(call, path)
+            step = cell.kind_of(setting, given) if path == "cell" else partial(fused.cpu_step, setting)
+            self._fused[_kind(given)] = step
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a copy, perhaps elsewhere, finds out by itself."""
+        return {**self.__dict__, "_fused": {}}
 
     def _run(self, input: Tensor, hx: Any, recurrent_mask: Tensor | None, step: int) -> State:
         self._check_input(input)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+import types
 
 import pytest
 import torch
 
 import lamina
 from lamina import reference
-from lamina.kernels import fused, interpreted
-from tests.cases import EVERY, assert_same, cast, leaves
+from lamina.kernels import cell as cells
+from lamina.kernels import cell_launch, cell_product, forms, fused, interpreted, plans
+from tests.cases import EVERY, assert_same, cast, everything, leaves, random_call
 from tests.test_sequence import assert_as_good, problem
 
 pytest.importorskip("triton")
@@ -66,8 +69,155 @@ def test_relu(device):
 def test_more_rows_than_programs(device, monkeypatch):
     """Programs walk over rows and add up their shares."""
     monkeypatch.setattr("lamina.kernels.cell.processors", lambda device: 1)
+    cells._kind.cache_clear()
     for row in FEW:
         assert_as_good(lambda row=row: problem(row, (1, 7, 3, 9), device), SINGLE, "cell")
+    cells._kind.cache_clear()
+
+
+# Both products in one launch. Every test here takes it where nothing else is said.
+
+
+def amid_nans(tensor):
+    """The same numbers with others around them that nobody may read."""
+    room = tensor.new_full((tensor.numel() + 1024,), torch.nan)
+    room[512:-512] = tensor.flatten()
+    return room[512:-512].view(tensor.shape)
+
+
+def kind_of(row, shape, dtype, device):
+    """The kind of a call, and its input, h and matrices."""
+    call = cast(random_call(*row, shape, dtype=torch.float32, device=device), dtype, dtype)
+    given = [None if t is None else t.detach() for t in (*fused.tensors_of(call, None), None, None, None)]
+    given[0] = given[0][0]
+    return cells.kind_of(forms.setting_of(call, "cell"), given), [given[n] for n in (0, 1, 3, 4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, SINGLE])
+@pytest.mark.parametrize("batch", [1, 3, 16, 17, 64])
+def test_products_of_ugly_sizes(batch, dtype, device):
+    """Each number is one rounding from the truth, as the library's are, and nothing outside is read or left out."""
+    for inputs, hidden in ((1, 257), (17, 100), (100, 1), (257, 17)):
+        kind, tensors = kind_of(("RNN", None, None), (1, batch, inputs, hidden), dtype, device)
+        assert kind._both_products() is not None
+        x, h, w_x, w_h = map(amid_nans, tensors)
+        for left, matrix, found in zip((x, h), (w_x, w_h), kind._multiplied(x, h, w_x, w_h)):
+            want, plain = left.double() @ matrix.double().t(), torch.nn.functional.linear(left, matrix)
+            allowed = (plain.double() - want).norm() + 1e-7 * want.norm()
+            assert found.dtype == dtype
+            assert (found.double() - want).norm() <= 2 * allowed, (inputs, hidden)
+
+
+@pytest.mark.parametrize(
+    ("row", "shape", "dtype"),
+    [
+        (FEW[0], (1, 17, 257, 17), torch.bfloat16),
+        (FEW[1], (1, 3, 17, 100), torch.float16),
+        (FEW[2], (1, 1, 100, 257), SINGLE),
+        (FEW[3], (1, 3, 1, 100), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_steps_of_ugly_sizes(row, shape, dtype, device):
+    assert_as_good(lambda: problem(row, shape, device), dtype, "cell")
+
+
+@pytest.mark.parametrize(("row", "dtype"), [*zip(FEW, (torch.bfloat16, SINGLE) * 2)], ids=str)
+def test_the_librarys_products(row, dtype, device, monkeypatch):
+    kind, _ = kind_of(row, (1, 4, 9, 33), dtype, device)
+    assert kind._both_products() is not None
+    monkeypatch.setitem(plans.OVERRIDE, "cell_product", False)
+    assert kind._both_products() is None
+    assert_as_good(lambda: problem(row, (1, 4, 9, 33), device), dtype, "cell")
+
+
+def sizes(batch, hidden, itemsize=2, inputs=None, width=None):
+    device = torch.device("cuda", 0)
+    return cell_product.Sizes(batch, inputs or hidden, hidden, width or 4 * hidden, itemsize, False, device)
+
+
+def test_how_products_are_cut(monkeypatch):
+    """To a program for each multiprocessor, with all of its weights on their way, within its shared memory."""
+    monkeypatch.setattr(plans, "processors", lambda device: 132)
+    monkeypatch.setattr(plans, "shared_memory", lambda device: 199 * 1024)
+    assert cell_product.cut(sizes(16, 512)) == cell_product.Cut(32, 16, 128, 5, 4)
+    assert cell_product.launch(sizes(16, 512), cell_product.cut(sizes(16, 512)))[0] == 128
+    assert cell_product.cut(sizes(16, 256)).columns == 16
+    assert cell_product.cut(sizes(16, 1024)).columns == 64
+    assert cell_product.cut(sizes(16, 512, itemsize=4)).depth == 64
+    assert cell_product.cut(sizes(64, 512)) is not None
+    assert cell_product.cut(sizes(64, 4096)) is None  # programs would read more of x and h than of the matrices
+    assert cell_product.cut(sizes(32, 4096)) is not None
+    assert cell_product.cut(sizes(65, 512)) is None
+    for batch, hidden, itemsize in itertools.product((1, 17, 32, 64), (1, 100, 512, 1024, 8192), (2, 4)):
+        cut = cell_product.cut(sizes(batch, hidden, itemsize))
+        held = 0 if cut is None else cut.stages * cut.depth * itemsize * (cut.columns + cut.rows)
+        assert held <= 128 * 1024
+
+
+def test_float32_that_keeps_its_digits_is_the_librarys(device, monkeypatch):
+    kind, _ = kind_of(FEW[0], (1, 3, 4, 5), SINGLE, device)
+    monkeypatch.setattr(cells, "interpreted", lambda: False)
+    for wanted in (True, False):
+        with torch.backends.cudnn.flags(allow_tf32=wanted):
+            assert (kind._both_products() is not None) == wanted
+            assert kind_of(FEW[0], (1, 3, 4, 5), torch.bfloat16, device)[0]._both_products() is not None
+
+
+# Launches past Triton's look at their arguments.
+
+
+@pytest.fixture
+def launches(device, monkeypatch):
+    """Whether each went the quick way. Without a GPU the interpreter stands for compiled kernels, given addresses."""
+    ways, live, nobody = [], {}, types.SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
+    quickly = cell_launch.Launch.quickly
+
+    def noted(launch, tensors):
+        live.clear()
+        live.update({t.data_ptr(): t for t in tensors if t is not None})
+        ways.append(quickly(launch, tensors))
+        return ways[-1]
+
+    def learn(launch, tensors):
+        def run(x, y, z, stream, function, metadata, told, enter, leave, *values):
+            tensors = [live.get(v) for v in values[: len(launch.names)]]
+            launch.kernel[x, y, z](*tensors, *values[len(launch.names) :])
+
+        launch._compiled = run, None, None, nobody
+
+    monkeypatch.setattr(cell_launch.Launch, "quickly", noted)
+    if device.type != "cuda":
+        monkeypatch.setattr(cell_launch.Launch, "learn", learn)
+        for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+            monkeypatch.setattr(torch._C, name, lambda *index: None, raising=False)
+    cells._kind.cache_clear()
+    yield ways
+    cells._kind.cache_clear()
+
+
+@pytest.mark.parametrize(("row", "dtype"), [*zip(FEW, (torch.bfloat16, SINGLE) * 2)], ids=str)
+def test_quick_launches_give_the_same_bits(row, dtype, device, launches):
+    call = cast(problem(row, (1, 3, 17, 9), device, **masks(row, 3, 9, device)), dtype, dtype)
+    first, again = (everything(call, lambda c: fused.run(c, "cell")) for _ in range(2))
+    assert launches == [False] * 3 + [True] * 3
+    for name in first:
+        assert torch.equal(first[name], again[name]), name
+
+
+def test_addresses_and_hooks_decide_whether_a_launch_is_quick(device, launches, monkeypatch):
+    cell = lamina.GRUCell(4, 8, backend="triton", device=device)
+    x, h = torch.randn(3, 4, device=device), torch.randn(3, 8, device=device)
+    with torch.no_grad():
+        want = cell(x, h)
+        assert torch.equal(cell(x, h), want)
+        assert launches == [False, False, True, True]
+        aside = torch.empty(13, device=device)[1:].view(3, 4).copy_(x)  # 4 bytes past a multiple of 16
+        assert torch.equal(cell(aside, h), want)
+        assert launches[4:] == [False, True]
+        monkeypatch.setattr(cell_launch, "_hooked", lambda runtime: True)
+        assert torch.equal(cell(x, h), want)
+        assert launches[6:] == [False, False]
 
 
 @pytest.mark.parametrize("row", FEW, ids=str)
@@ -148,12 +298,36 @@ def test_a_call_like_one_before_is_not_looked_at_twice_unless_something_changed(
         cell(x, (h.double(), c))
     with pytest.raises(lamina.InputError, match="as hx"):
         cell(x, (h, None))
-    copy.deepcopy(cell)(x, (h, c))
+    twin = copy.deepcopy(cell)
+    assert not twin._fused  # what is known of kernels and devices does not travel
+    torch.testing.assert_close(twin(x, (h, c)), want)
     torch.nn.utils.parametrizations.weight_norm(cell, "weight_hh")
-    torch.testing.assert_close(cell(x, (h, c)), want)
+    for _ in range(2):
+        torch.testing.assert_close(cell(x, (h, c)), want)
     cell.double()
     with pytest.raises(lamina.BackendError, match="float64"):
         cell(x.double(), (h.double(), c.double()))
+
+
+def test_parameters_that_were_changed_are_looked_at_again(device):
+    """Kernels are given addresses: what lies there must be what it was."""
+    cell = lamina.LSTMCell(4, 5, backend="triton", device=device)
+    x, state, want = known(cell, device)
+    cell.weight_ih.data = cell.weight_ih.data.t().contiguous().t()
+    cell.gain_cell.data = torch.stack([cell.gain_cell.data] * 2, 1)[:, 0]
+    torch.testing.assert_close(cell(x, state), want)
+    assert len(cell._fused) == 1
+    bias, cell.bias_ih = cell.bias_ih, None
+    changed = cell(x, state)[0]
+    cell.bias_ih = torch.nn.Parameter(torch.zeros_like(bias))
+    torch.testing.assert_close(cell(x, state)[0], changed)
+    assert len(cell._fused) == 2
+    cell.weight_hh.data = cell.weight_hh.data.half()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        cell(x, state)
+    cell.weight_hh.data = cell.weight_hh.data.float()[:, :3]
+    with pytest.raises(lamina.InputError, match="the initial h"):
+        cell(x, state)
 
 
 def test_transforms_and_compilers_see_plain_operations(device):

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 KERNELS = {
-    "cell_kernels": ("forward_kernel", "backward_kernel"),
+    "cell_kernels": ("products_kernel", "forward_kernel", "backward_kernel"),
     "sequence": ("forward_kernel", "backward_kernel", "norm_backward_kernel"),
     "step_kernels": ("table_kernel", "begin_kernel", "forward_kernel", "backward_kernel", "end_kernel"),
     "rows": ("forward_kernel", "backward_kernel", "matrix_kernel"),

@@ -146,3 +146,33 @@ def test_less_is_kept_between_the_passes():
     x = torch.randn(64, 16, 32, requires_grad=True)
     little, much = (saved_numbers(lamina.LSTM(32, 32, recompute=r), x) for r in (True, False))
     assert little < 0.3 * much
+
+
+@pytest.mark.parametrize(("row", "kept"), [(("LSTM", "layer", "paper"), 4), (("GRU", "layer", "joint"), 3)], ids=str)
+def test_two_tensors_as_large_as_all_gates_are_left_to_backward(row, kept, device):
+    """The normalised product, and W_x x or what the steps take of it: never both."""
+    call = cast(problem(row, (6, 5, 7, 40), device), torch.float32, torch.float32)
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
+        fused.run(call, "persistent")
+    assert sizes.count(6 * 5 * kept * 40) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("cell", "hidden"), [("LSTM", 512), ("GRU", 512), ("LSTM", 2400)])
+def test_a_training_step_takes_at_most_half_as_much_again_as_cudnn(cell, hidden, dtype):
+    def peak(layer):
+        x = torch.randn(200, 64, 256, device="cuda", dtype=dtype, requires_grad=True)
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            out = layer(x)[0]
+            torch.autograd.grad(out, [x, *layer.parameters()], torch.ones_like(out))
+        return torch.cuda.max_memory_allocated() - before
+
+    options = {"device": "cuda", "dtype": dtype}
+    theirs = peak(getattr(torch.nn, cell)(256, hidden, **options))
+    assert peak(getattr(lamina, cell)(256, hidden, **options)) <= 1.5 * theirs
+    assert peak(getattr(lamina, cell)(256, hidden, recompute=True, **options)) <= theirs

@@ -233,7 +233,9 @@ def _fused(request: Request, backend: str, forced: bool) -> Choice:
         what = "a step" if request.single_step else "all steps"
         return Choice("numba", f"{named}{what} in one compiled kernel on torch's threads{again}", path="cpu")
     if request.single_step:
-        return Choice("triton", f"{named}two products and one kernel a step{again}", path="cell")
+        return Choice(
+            "triton", f"{named}two products, of few rows in one kernel, and one kernel for the rest{again}", path="cell"
+        )
     from .plans import path_for
     from .precision import halves
 

@@ -1,8 +1,10 @@
-"""One step of a recurrence, all but its two products: Triton kernels, one row of the batch after another.
+"""One step of a recurrence in Triton kernels: both its products in one, all else in another, one row after another.
 
-Forward takes W_x x and W_h h' as the library gives them. A row is whole in its program, so norms are exact and nobody
-waits for anybody. Backward makes everything anew from the same two rows: nothing else is kept. Its programs walk over
-rows and add up their shares of the gradients of gains and biases, which are summed at the end in a fixed order.
+The products W_x x and W_h h' of few rows are columns of their matrices to a program, each matrix read once
+(``cell_product`` cuts them); of many rows they are the library's. The kernels for the rest take them from either. A row
+is whole in its program, so norms are exact and nobody waits for anybody. Backward makes everything anew from the same
+two rows: nothing else is kept. Its programs walk over rows and add up their shares of the gradients of gains and
+biases, which are summed at the end in a fixed order.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .formulas import (
+    COMPILED,
     GRU,
     LSTM,
     NOWHERE,
@@ -51,6 +54,50 @@ from .gates import (
 
 # Which share of the parameters' gradients lies where, in units of H: after those of the gates, the cell's.
 BIAS_X, GAIN_X, BIAS_H, GAIN_H = (tl.constexpr(k) for k in range(4))
+
+
+@triton.jit
+def _operand(x):
+    """As the matrix unit takes it: float32 rounded to TF32's digits, which the unit would cut off.
+
+    The interpreter multiplies 16-bit numbers wrongly: it gets them in float32.
+    """
+    if not COMPILED:
+        return x.to(tl.float32)
+    elif x.dtype == tl.float32:
+        return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit(do_not_specialize=["B"])
+def products_kernel(
+    x, h, weight_ih, weight_hh,  # [B, D], [B, H], [N, D], [N, H]; h is None where the state is 0
+    from_x, from_h,  # [B, N]
+    B,
+    D: tl.constexpr, H: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS columns of W_x x or, after all of those, of W_h h', for all rows; the contraction in blocks, in order."""
+    TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    tile, left, weight, out, K = tl.program_id(0), x, weight_ih, from_x, D
+    if h is not None:  # chosen here and not in two loops, which would not share their shared memory
+        first = tile < TILES
+        left, out = tl.where(first, x, h), tl.where(first, from_x, from_h)
+        weight = tl.where(first, weight_ih, weight_hh)
+        tile = tl.where(first, tile, tile - TILES)
+        if D != H:
+            K = tl.where(first, D, H)
+    columns, rows = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    column_ok, row_ok = (columns < N)[None, :], (rows < B)[:, None]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for block in tl.range(0, (K + DEPTH - 1) // DEPTH, num_stages=STAGES):
+        k = block * DEPTH + tl.arange(0, DEPTH)
+        a = tl.load(left + rows[:, None] * K + k[None, :], mask=row_ok & (k < K)[None, :], other=0.0)
+        w = tl.load(weight + wide(columns)[None, :] * K + k[:, None], mask=column_ok & (k < K)[:, None], other=0.0)
+        total = tl.dot(_operand(a), _operand(w), total, input_precision="tf32" if COMPILED else "ieee")
+    at = out + rows[:, None] * N + columns[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=row_ok & column_ok)
 
 
 @triton.jit

@@ -265,7 +265,8 @@ def _(given: Sequence[Tensor], names: str, setting: str, eps: float, path: str, 
     half = asked.factors == "half"
     values = torch.empty_like(weight_hh, dtype=torch.float16 if half else None)
     most = statistics.new_empty(1 if half else 0)
-    return [*made[:3], summed if keep else summed.new_empty(0), statistics, prepared, values, most, *made[3:]]
+    kept = walk.kept_sides(asked, summed, prepared, walk.ALL if keep else walk.NOTHING)
+    return [*made[:3], kept[0], statistics, kept[1], values, most, *made[3:]]
 
 
 @torch.library.custom_op("lamina::sequence_backward", mutates_args=())

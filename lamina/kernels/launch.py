@@ -12,7 +12,7 @@ from torch import Tensor
 from . import interpreted
 from .forms import Extras, Form, kept_dtype, power
 from .plans import OVERRIDE, Plan, cut_for
-from .precision import Matrix, Product, as_cudnn_multiplies, matrix_gradient, multiply, precision, reach
+from .precision import Matrix, as_cudnn_multiplies, matrix_gradient, multiply, precision, reach
 from .start import start
 
 Given = Tensor | None
@@ -194,12 +194,18 @@ def backward(
     d_h: Given,
     d_c: Given,
     train_matrix: bool = True,
-) -> dict[str, Tensor | Product]:
-    """Gradients by name: x, weight (if it is trained), h, c, gain, bias, gain_cell, bias_cell."""
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Gradients by name: x, weight (if it is trained), h, c, gain, bias, gain_cell, bias_cell.
+
+    ``weight`` is to be called, after the last use of that of x, whose memory it takes. ``overwrite``: x's own memory
+    may become its gradient's.
+    """
     hist, _, xhat, stats = kept
     small = gain, bias, gain_cell, bias_cell
-    walk, found = backward_walk(form, x, matrix, h, small, extras, kept, d_out, d_h, d_c)
+    walk, found = backward_walk(form, x, matrix, h, small, extras, kept, d_out, d_h, d_c, overwrite)
     walk.go()
+    del walk  # and what only the steps needed
     return gradients(form, matrix.dtype, small, extras, hist, xhat, stats, found, train_matrix)
 
 
@@ -217,7 +223,7 @@ class Found(NamedTuple):
 
 def backward_walk(
     form: Form, x: Tensor, matrix: Matrix, h: Given, small: Small, extras: Extras, kept: tuple[Tensor, ...],
-    d_out: Given, d_h: Given, d_c: Given, at_once: int = 1,
+    d_out: Given, d_h: Given, d_c: Given, overwrite: bool, at_once: int = 1,
 ) -> tuple[Walk, Found]:  # fmt: skip
     """The way back, still to be walked, and where it will leave what it finds."""
     from . import sequence
@@ -226,8 +232,9 @@ def backward_walk(
     weight, batch, hidden, stacked = matrix.values, x.shape[-2], matrix.values.shape[-1], x.shape[:-3]
     cut = cut_for(form, hidden, batch, weight, True, at_once)
     defer = bool(form.site) and (cut.members > 1 or "defer" in OVERRIDE)
-    d_y = torch.empty_like(xhat)
-    d_x = torch.empty_like(xhat) if form.cell == "GRU" else d_y
+    # A program reads its part of x at step t before it writes the gradients there, which it makes of it.
+    d_x = x if overwrite and x.dtype == xhat.dtype else torch.empty_like(xhat)
+    d_y = torch.empty_like(xhat) if form.cell == "GRU" else d_x
     firsts = (2 if form.cell == "LSTM" else 1) * (2 if stacked and extras.resets is not None else 1)
     d_first = x.new_empty(*stacked, firsts, batch, hidden, dtype=torch.float32)
     # Filled, because a thread whose first work is cuBLAS's is warned that it has no CUDA context: autograd's threads.
@@ -249,17 +256,24 @@ def backward_walk(
 def gradients(
     form: Form, dtype: torch.dtype, small: Small, extras: Extras, hist: Tensor, xhat: Tensor, stats: Tensor,
     found: Found, train_matrix: bool,
-) -> dict[str, Tensor | Product]:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """Gradients by name, of one recurrence of a model of ``dtype``; ``small`` are its gains and biases."""
     gain, bias, _, _ = small
     kinds = {t.dtype for t in small if t is not None}
     kind = kinds.pop() if len(kinds) == 1 else torch.float32
-    named: dict[str, Tensor | Product] = {**_added_up(form, hist.shape[-1], found.shares, bias is not None, kind)}
+    named: dict[str, Any] = {**_added_up(form, hist.shape[-1], found.shares, bias is not None, kind)}
     named.update(zip("hc" if form.cell == "LSTM" else "h", found.d_first.unbind()))
-    through = _through_norm(form, found.d_y, xhat, gain, stats, dtype) if form.site else found.d_y.to(dtype)
-    named["x"] = through if form.site == "sum" else found.d_x
+    d_x, d_y, *_ = found
+
+    # In place: d_x, which may be the same, has been used by then, where W_h h' is normed W_x x is too.
+    def through() -> Tensor:
+        return _through_norm(form, d_y, xhat, gain, stats, dtype) if form.site else d_y.to(dtype)
+
+    if form.site == "sum":
+        d_x = d_y = through()
+    named["x"] = d_x
     if train_matrix:
-        named["weight"] = matrix_gradient(through, operands(hist, extras))
+        named["weight"] = lambda: matrix_gradient(d_y if form.site == "sum" else through(), operands(hist, extras))
     return named
 
 
@@ -325,11 +339,11 @@ def operands(hist: Tensor, extras: Extras) -> Tensor:
 
 
 def _through_norm(form: Form, d_y: Tensor, xhat: Tensor, gain: Given, stats: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the norm passes on to the product."""
+    """What the norm passes on to the product; in the memory of d_y, a program's part of which none but it reads."""
     from . import sequence
 
     steps, batch, width = d_y.shape
-    out = torch.empty_like(d_y, dtype=dtype)
+    out = d_y if d_y.dtype == dtype else torch.empty_like(d_y, dtype=dtype)
     block = power((form.gates, 1, 2)[form.split] * width // form.gates)
     arguments = {
         "d_y": d_y, "xhat": xhat, "gain": gain, "stats": stats, "out": out, "B": batch, "eps": form.eps,

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from . import interpreted
 
+_SWITCH: Any = getattr(torch.backends.cudnn, "rnn")  # noqa: B009  (mypy knows no such name; found once, not a step)
+
 
 def tf32_wanted() -> bool:
     """float32 products follow the switch that nn.LSTM follows."""
-    return str(getattr(torch.backends.cudnn, "rnn").fp32_precision) == "tf32"  # noqa: B009  (mypy knows no such name)
+    return str(_SWITCH.fp32_precision) == "tf32"
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -98,7 +100,7 @@ class Product:
             total.addmm_(self.left, self.right)
 
 
-LATE = 4 * 2**20  # numbers of a product that is worth another launch
+LATE = 16 * 2**20  # numbers of a product that is worth another launch, and factors that stay until then
 
 
 def matrix_gradient(d: Tensor, x: Tensor) -> Tensor | Product:

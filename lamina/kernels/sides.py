@@ -42,8 +42,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     form, each = form_of(setting), [*of_each(tensors)]
     normed = setting.where.groups(form.site) if form.site else ()
     summed, prepared, statistics = _input_side(setting, each)
-    if keep != walk.ALL:
-        summed = summed.new_empty(0)  # its memory is wanted sooner than this function ends
+    summed, kept_x = walk.kept_sides(setting, summed, prepared, keep)
     matrix = _matrices([rows.matrix(there(t[4]), normed, setting.factors == "half") for t in each])
     h, c = (stacked([t[at] for t in each]) for at in (1, 2))
     small = _small([walk.inner(form, t) for t in each])
@@ -53,7 +52,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     walking.go(Part(len(each), prepared.shape[1]))
     hist, h_n, c_n, *kept = found
     most = statistics.new_empty(0) if matrix.most is None else matrix.most
-    return [hist, h_n.to(hist.dtype), c_n, summed, statistics, prepared, matrix.values, most, *kept]
+    return [hist, h_n.to(hist.dtype), c_n, summed, statistics, kept_x, matrix.values, most, *kept]
 
 
 def _input_side(setting: Setting, each: Sequence[Sequence[Given]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,6 +82,10 @@ def _small(each: Sequence[Small]) -> Small:
     return gain, bias, gain_cell, bias_cell
 
 
+def _at(summed: Tensor, side: int) -> Tensor:
+    return summed[side] if summed.numel() else summed
+
+
 def backward(
     setting: Setting, path: str, tensors: Tensors, extras: Tensors, kept: Sequence[Tensor], grads: Tensors,
     needed: Sequence[bool],
@@ -90,14 +93,20 @@ def backward(
     """As ``walk.backward``, of all sides."""
     form, each, wanted = form_of(setting), [*of_each(tensors)], [*of_each(needed)]  # type: ignore[arg-type]
     hist, summed, statistics, prepared, values, most, *rest = kept
+    anew = not prepared.numel()
+    if anew:
+        prepared = torch.empty_like(summed, dtype=rest[1].dtype)
+        for tensors_of_it, *mine in zip(each, summed, prepared):
+            walk.prepared_again(setting, tensors_of_it, *mine)
     matrix = Matrix(values, hist.dtype, most if most.numel() else None)
     d_out, d_h, d_c = (None if g is None else g.contiguous() for g in grads)
     inner = [walk.inner(form, t) for t in each]
     walking, found = launch.backward_walk(
         form, prepared, matrix, stacked([t[1] for t in each]), _small(inner), extras_of(extras), (hist, *rest), d_out,
-        d_h, d_c, len(each),
+        d_h, d_c, anew, len(each),
     )  # fmt: skip
     walking.go(Part(len(each), prepared.shape[1]))
+    del walking, prepared  # and what only the steps needed
     gradients: list[Tensor | Product | None] = []
     for side, (own, own_extras) in enumerate(zip(each, of_each(extras, len(EXTRAS)))):
         need = [bool(n) for n in wanted[side]]
@@ -105,5 +114,5 @@ def backward(
             form, hist.dtype, inner[side], Extras(*own_extras), hist[side], rest[1][side], rest[2][side],
             found.at(side), need[4],
         )  # fmt: skip
-        gradients += walk.outer_gradients(setting, own, named, summed[side], statistics[side], need)
+        gradients += walk.outer_gradients(setting, own, named, _at(summed, side), statistics[side], need)
     return gradients

@@ -364,11 +364,15 @@ def backward(
     d_h: Tensor | None,
     d_c: Tensor | None,
     train_matrix: bool = True,
+    overwrite: bool = False,
 ) -> dict[str, Tensor | Product]:
-    """Gradients by name: x, weight (if it is trained), h, c, gain, bias (if there is one), gain_cell, bias_cell."""
+    """Gradients by name: x, weight (if it is trained), h, c, gain, bias (if there is one), gain_cell, bias_cell.
+
+    ``overwrite``: x's own memory may become its gradient's.
+    """
     hist, c_hist, xhat, stats = kept
     weight = matrix.values
-    sides, states = _gradient_sides(form, x, matrix.dtype), _gradient_states(form, hist)
+    sides, states = _gradient_sides(form, x, matrix.dtype, overwrite), _gradient_states(form, hist)
     tensors = {
         "x": x, "hist": hist, "c_hist": _some(c_hist), "xhat": xhat, "stats": _some(stats), "gain": gain, "bias": bias,
         "gain_cell": gain_cell, "bias_cell": bias_cell, "d_out": d_out, "d_h_n": d_h,
@@ -391,13 +395,17 @@ def backward(
     return found | _parameters(form, sides, xhat, (gain, bias, gain_cell, bias_cell))
 
 
-def _gradient_sides(form: Form, x: Tensor, dtype: torch.dtype) -> Tensors:
-    """What the backward kernel writes for all steps; None where another tensor holds it."""
+def _gradient_sides(form: Form, x: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensors:
+    """What the backward kernel writes for all steps; None where another tensor holds it.
+
+    A step's kernel fetches its row of x before it writes that row's gradients, which it makes of it.
+    """
+    d_x = x if overwrite and x.dtype == dtype else None
     apart = form.site == "hh" or form.cell == "GRU"  # else x and W~ h' are only ever seen as their sum
     own_d_y = form.site == "sum" or (form.site == "hh" and form.cell == "GRU")
     return {
         "d_raw": torch.empty_like(x, dtype=dtype),
-        "d_x": torch.empty_like(x, dtype=dtype) if apart else None,
+        "d_x": (torch.empty_like(x, dtype=dtype) if d_x is None else d_x) if apart else None,
         "d_y": torch.empty_like(x, dtype=dtype) if own_d_y else None,
         "d_cell": x.new_empty((*x.shape[:2], x.shape[2] // form.gates), dtype=dtype) if form.cell_norm else None,
     }

@@ -72,7 +72,8 @@ def _or_ones(gain: Tensor | None, width: int, like: Tensor | None) -> Tensor:
 def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep: str) -> list[Tensor]:
     """hist, the final h and c, then what backward needs: W_x x, its statistics, x, W_h and its bound, the path's own.
 
-    W_h is centred where its product is normed, and scaled float16 where it has a bound.
+    W_h is centred where its product is normed, and scaled float16 where it has a bound. Of W_x x and x one is empty:
+    ``kept_sides``.
     """
     if path == "cpu":
         return cpu.forward(setting, tensors, extras, keep)
@@ -80,21 +81,39 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
 
     form, (groups, mode) = form_of(setting), input_side(setting)
     x, h, c, weight_ih, weight_hh, bias_ih, bias_hh, gain_ih = tensors[:8]
-    x, weight_ih = there(x), there(weight_ih)
-    with as_cudnn_multiplies(x.dtype):
-        summed = torch.nn.functional.linear(x, weight_ih)
+    with as_cudnn_multiplies(there(x).dtype):
+        summed = torch.nn.functional.linear(there(x), there(weight_ih))
     biases = outer_biases(form, bias_ih, bias_hh)
     prepared, statistics = rows.forward(summed, gain_ih, *biases, groups, mode, setting.eps, setting.eps_mode)
-    if keep != ALL:
-        summed = summed.new_empty(0)  # its memory is wanted sooner than this function ends
+    summed, kept_x = kept_sides(setting, summed, prepared, keep)
     normed = setting.where.groups(form.site) if form.site else ()
     matrix = rows.matrix(there(weight_hh), normed, setting.factors == "half")
-    extra = Extras(*extras)
     hist, h_n, c_n, *kept = module(path).forward(
-        form, prepared, matrix, h, c, *inner(form, tensors), extra, keep == ALL
+        form, prepared, matrix, h, c, *inner(form, tensors), Extras(*extras), keep == ALL
     )
     most = statistics.new_empty(0) if matrix.most is None else matrix.most
-    return [hist, h_n, c_n, summed, statistics, prepared, matrix.values, most, *kept]
+    return [hist, h_n, c_n, summed, statistics, kept_x, matrix.values, most, *kept]
+
+
+def kept_sides(setting: Setting, summed: Tensor, prepared: Tensor, keep: str) -> tuple[Tensor, Tensor]:
+    """Of W_x x and of x as the steps take it what backward is left: never both, which are as large as all gates.
+
+    A norm's backward pass needs W_x x, of which x can be made anew; elsewhere x is enough. The one that is not kept
+    is given back empty, so that its memory is free before the steps, or after them.
+    """
+    if keep != ALL:
+        return summed.new_empty(0), prepared.new_empty(0)
+    if input_side(setting)[1] == "norm":
+        return summed, prepared.new_empty(0)
+    return summed.new_empty(0), prepared
+
+
+def prepared_again(setting: Setting, tensors: Tensors, summed: Tensor, out: Tensor | None = None) -> Tensor:
+    """x as the steps take it, made anew from W_x x."""
+    from . import rows
+
+    (groups, mode), biases = input_side(setting), outer_biases(form_of(setting), *tensors[5:7])
+    return rows.forward(summed, tensors[7], *biases, groups, mode, setting.eps, setting.eps_mode, out)[0]
 
 
 def backward(
@@ -109,12 +128,16 @@ def backward(
         return [*cpu.backward(setting, tensors, extras, kept, grads, needed)]
     form, h = form_of(setting), tensors[1]
     hist, summed, statistics, prepared, values, most, *rest = kept
+    anew = not prepared.numel()
+    if anew:
+        prepared = prepared_again(setting, tensors, summed)
     matrix = Matrix(values, hist.dtype, most if most.numel() else None)
     arriving = [None if g is None else g.contiguous() for g in grads]
     found = module(path).backward(
         form, prepared, matrix, h, *inner(form, tensors), Extras(*extras), (hist, *rest), *arriving,
-        train_matrix=needed[4],
+        train_matrix=needed[4], overwrite=anew,
     )  # fmt: skip
+    del prepared
     return outer_gradients(setting, tensors, found, summed, statistics, needed)
 
 
@@ -122,7 +145,10 @@ def outer_gradients(
     setting: Setting, tensors: Tensors, found: dict[str, Any], summed: Tensor, statistics: Tensor,
     needed: Sequence[bool],
 ) -> list[Tensor | Product | None]:  # fmt: skip
-    """Gradients in the order and the dtypes of ``tensors``, from those that the steps have found, by name."""
+    """Gradients in the order and the dtypes of ``tensors``, from those that the steps have found, by name.
+
+    What is in ``found`` goes when it was used: these are the largest tensors of a pass, and few at a time are enough.
+    """
     from . import rows
 
     form, (groups, mode) = form_of(setting), input_side(setting)
@@ -130,8 +156,10 @@ def outer_gradients(
     x, weight_ih = there(tensors[0]), there(tensors[3])
     outer = [b for b in outer_biases(form, bias_ih, bias_hh) if b is not None]
     d_summed, small = rows.backward(
-        found["x"], summed, gain_ih, statistics, groups, mode, setting.eps, setting.eps_mode, bool(outer)
+        found.pop("x"), summed, gain_ih, statistics, groups, mode, setting.eps, setting.eps_mode, bool(outer)
     )
+    d_matrix = found.pop("weight", None)
+    d_matrix = d_matrix() if callable(d_matrix) else d_matrix
     with as_cudnn_multiplies(x.dtype):
         d_input = torch.matmul(d_summed, weight_ih) if needed[0] else None
     d_weight = matrix_gradient(d_summed, x) if needed[3] else None
@@ -139,7 +167,7 @@ def outer_gradients(
     after = found.get("bias")
     sides = (after, after) if form.site == "sum" else (before, after if form.cell == "GRU" else before)
     given = {
-        "input": d_input, "weight_ih": d_weight, "weight_hh": found.get("weight"), "h": found["h"], "c": found.get("c"),
+        "input": d_input, "weight_ih": d_weight, "weight_hh": d_matrix, "h": found["h"], "c": found.get("c"),
         "bias_ih": sides[0], "bias_hh": sides[1], "gain_ih": small[0] if gain_ih is not None else None,
         "gain_hh": found.get("gain"), "gain_sum": found.get("gain"), "gain_cell": found.get("gain_cell"),
         "bias_cell": found.get("bias_cell"),
