@@ -260,6 +260,25 @@ def run_directions(calls: Sequence[Recurrence], backend: str = "auto") -> list[S
     return [_run_as(call, choice) for call in calls]
 
 
+def stacks(calls: Sequence[Recurrence], backend: str = "auto") -> bool:
+    """Whether layers one above another run as one (``run_stack``); but for its first two axes no input is looked at."""
+    first = _under_autocast(calls[0])
+    if len(calls) == 1 or choose(_request(first, False, 1, len(calls)), backend).sides == 1:
+        return False
+    from .kernels import fused
+
+    return fused.stacks([_under_autocast(call) for call in calls])
+
+
+def run_stack(calls: Sequence[Recurrence], masks: Sequence[Tensor | None]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+    """Layers one above another, each fed with the output below times its mask: the last output, all final states."""
+    from .kernels import fused
+
+    for call in calls:
+        check_recurrence(call)
+    return fused.run_stack([_under_autocast(call) for call in calls], masks)
+
+
 def _run_as(call: Recurrence, choice: Choice) -> SequenceResult:
     if choice.backend in ("triton", "numba"):
         from .kernels import fused  # Triton and numba are imported where they are used
@@ -268,13 +287,13 @@ def _run_as(call: Recurrence, choice: Choice) -> SequenceResult:
     return opaque.run(call) if choice.opaque else reference.evaluate(call)
 
 
-def _request(call: Recurrence, single_step: bool, directions: int = 1) -> Request:
+def _request(call: Recurrence, single_step: bool, directions: int = 1, layers: int = 1) -> Request:
     return Request(
         "recurrence", call.input.device, call.input.dtype, call.eps, call.eps_mode,
         call.cell, call.norm, call.placement.name, single_step,
         call.weights.weight_hh.shape[0] // GATES[call.cell], call.input.shape[1],
         call.weights.weight_hr is not None, transformed(call.input, call.weights.weight_hh), call.nonlinearity,
-        recompute=call.recompute, directions=directions,
+        recompute=call.recompute, directions=directions, layers=layers,
     )  # fmt: skip
 
 

@@ -168,6 +168,8 @@ class RecurrentLayer(RecurrentModule):
         """All layers and directions over a time-major batch; final states are stacked as torch stacks them."""
         counts = self._valid_counts(x, lengths)
         resets = resets if resets is None else resets.to(x.device)
+        if self._stacks(x, states):
+            return self._run_as_one(x, states, lengths, resets)
         finals: list[State] = []
         for layer in range(self.num_layers):
             results = self._run_layer(layer, x, states, lengths, resets, counts)
@@ -179,6 +181,39 @@ class RecurrentLayer(RecurrentModule):
         if len(finals) == 1:
             return x, tuple(state.unsqueeze(0) for state in finals[0])
         return x, tuple(torch.stack(kind) for kind in zip(*finals))
+
+    def _stacks(self, x: Tensor, states: Sequence[GivenState]) -> bool:
+        """Whether all layers are one call of the kernels; nothing is drawn for that."""
+        if self.num_layers == 1 or self.bidirectional or self.norm == "batch" or x.dim() != 3 or not x.shape[0]:
+            return False
+        if self.backend == "reference" or not (x.is_cuda or self.backend == "triton"):
+            return False
+        calls = [self._recurrence(*cell, state) for cell, state in zip(self._inputs(x), states)]
+        return functional.stacks(calls, self.backend)
+
+    def _inputs(self, x: Tensor) -> list[tuple[str, Tensor]]:
+        """Each layer's ending and what it is given; above the first, something of that shape and no memory."""
+        above = x.new_zeros(()).expand(*x.shape[:2], self.output_size)
+        return [(suffix, above if layer else x) for layer, suffix in self._cells()]
+
+    def _run_as_one(
+        self, x: Tensor, states: Sequence[GivenState], lengths: Tensor | None, resets: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """The layers of one direction through the kernels in common launches."""
+        steps, batch = x.shape[:2]
+        calls = [
+            self._recurrence(
+                *cell, state, lengths=lengths, resets=resets, zoneout=self._zoneout(steps, batch, x),
+                recurrent_mask=self._draw_recurrent_mask(batch, x),
+            )
+            for cell, state in zip(self._inputs(x), states)
+        ]  # fmt: skip
+        drops = self.training and self.dropout > 0
+        kept = (
+            F.dropout(x.new_ones(self.num_layers - 1, steps, batch, self.output_size), self.dropout) if drops else None
+        )
+        output, finals = functional.run_stack(calls, [None] * (self.num_layers - 1) if kept is None else [*kept])
+        return output, tuple(torch.stack(kind) for kind in zip(*finals))
 
     def _run_layer(
         self, layer: int, x: Tensor, states: Sequence[GivenState], lengths: Tensor | None, resets: Tensor | None,

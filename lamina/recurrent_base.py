@@ -166,7 +166,7 @@ class RecurrentModule(nn.Module):
             "recurrence", like.device, dtype, self.eps, self.eps_mode, self.cell, self.norm, self._where.name,
             self.single_step, self.hidden_size, self._batch_of(*args), bool(self.proj_size),
             transformed(like), self.nonlinearity, recompute=self.options.recompute,
-            directions=getattr(self, "num_directions", 1),
+            directions=getattr(self, "num_directions", 1), layers=getattr(self, "num_layers", 1),
         )  # fmt: skip
 
     def _batch_of(self, *args: Any) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import inspect
 import os
 
 import pytest
@@ -24,6 +25,39 @@ def _controlled():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+class _Patches:
+    """What Triton's interpreter changes in triton.language for a launch, once a launch.
+
+    By itself it does so again in every call of one kernel function by another: more than half of its time.
+    """
+
+    def __init__(self, patch) -> None:
+        self.patch, self.languages, self.scopes = patch, {}, {}
+
+    def __call__(self, fn):
+        key = self.languages.get(fn)
+        if key is None:
+            modules = (v for v in fn.__globals__.values() if inspect.ismodule(v))
+            names = (m.__name__ for m in modules)
+            key = self.languages[fn] = frozenset(n for n in names if n.startswith("triton.language"))
+        if not self.scopes or key not in self.scopes:
+            self.scopes[key] = self.patch(fn)
+        return self
+
+    def restore(self) -> None:
+        """The launch is over."""
+        for scope in reversed(self.scopes.values()):
+            scope.restore()
+        self.scopes = {}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quicker_interpreter():
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        interpreter._patch_lang = _Patches(interpreter._patch_lang)
 
 
 @pytest.fixture

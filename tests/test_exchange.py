@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from lamina.kernels import fused, plans
+from tests import test_sides, test_stack
 from tests.test_sequence import assert_as_good, cast, problem
 
 pytest.importorskip("triton")
@@ -103,11 +104,13 @@ def _members(monkeypatch):
     monkeypatch.setattr(plans, "processors", lambda device: 6)
     monkeypatch.setitem(plans.OVERRIDE, "rows", 16)
     plans._cut_for.cache_clear()
+    plans._together.cache_clear()
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     yield
     sys.setswitchinterval(before)
     plans._cut_for.cache_clear()
+    plans._together.cache_clear()
 
 
 def three_members(row) -> int:
@@ -163,3 +166,21 @@ def test_a_first_state_with_the_bits_of_not_yet(device):
     out = fused.run(dataclasses.replace(call, state=(h,)), "persistent").output
     assert torch.isnan(out[:, 1]).all()
     assert not torch.isnan(out[:, [0, 2]]).any()
+
+
+@pytest.mark.parametrize("row", MANY, ids=str)
+def test_directions_meet_among_themselves(row, device):
+    """Two sides with a group of three members each, on all six processors: the numbers of each alone."""
+    calls = [cast(problem(row, (4, 5, 3, three_members(row)), device), torch.float32, torch.float32) for _ in range(2)]
+    apart = test_sides.everything(calls, test_sides.apart)
+    together = test_sides.everything(calls, test_sides.together)
+    assert all(torch.equal(together[name], apart[name]) for name in apart)
+
+
+@pytest.mark.parametrize(("cell", "parts"), [("LSTM", 3), ("GRU", 2), ("RNN", 3)])
+def test_layers_meet_among_themselves(cell, parts, device, monkeypatch):
+    """Two of three layers at once, in parts: words start anew in every launch, states and shares go on."""
+    monkeypatch.setitem(plans.OVERRIDE, "parts_of_stack", parts)
+    monkeypatch.setitem(plans.OVERRIDE, "at_once", 2)
+    hidden = three_members((cell,))
+    test_stack.assert_as_good(cell, torch.float32, device, (5, 4, 3, hidden), lengths=torch.tensor([5, 2, 3, 1]))

@@ -412,4 +412,4 @@ def test_a_frozen_matrix_costs_no_product_and_changes_nothing(path, device, monk
     backward = walk.module(path).backward
     monkeypatch.setattr(walk.module(path), "backward", lambda *a, **k: asked.append(k) or backward(*a, **k))
     assert torch.equal(torch.autograd.grad(fused.run(frozen, path).output.sum(), frozen.input)[0], want[0])
-    assert asked == [{"train_matrix": False}]
+    assert [k["train_matrix"] for k in asked] == [False]

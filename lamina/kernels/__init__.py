@@ -48,7 +48,8 @@ class Request:
     nonlinearity: str = "tanh"
     autocast: bool = False  # a layer norm's: recurrences are cast before
     recompute: bool = False  # gates are not kept for the backward pass
-    directions: int = 1  # of a layer: recurrences that could share launches
+    directions: int = 1  # of a layer, and layers of a stack: recurrences that could share launches
+    layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -247,16 +248,20 @@ def _fused(request: Request, backend: str, forced: bool) -> Choice:
 
 
 def _sides(request: Request, path: str, forced: bool) -> tuple[int, str]:
-    """How many directions of a layer share a launch, in words too."""
-    if request.directions == 1:
+    """How many directions of a layer, or layers of a stack, share a launch; in words too."""
+    several = request.directions if request.directions > 1 else request.layers
+    if several == 1:
         return 1, ""
-    obstacle = _obstacle_to_sides(request, path, forced)
+    obstacle, both = _obstacle_to_sides(request, path, forced, several), request.directions > 1
     if obstacle:
-        return 1, f"; directions one after the other: {obstacle}"
-    return request.directions, "; both directions in one launch"
+        return 1, f"; {'directions one after the other' if both else 'layer after layer'}: {obstacle}"
+    from .plans import together
+
+    count = together(request, several)
+    return count, f"; {'both directions' if both else f'parts of {count} layers'} in one launch"
 
 
-def _obstacle_to_sides(request: Request, path: str, forced: bool) -> str:
+def _obstacle_to_sides(request: Request, path: str, forced: bool, several: int) -> str:
     from .plans import together
 
     if path != "persistent":
@@ -265,6 +270,6 @@ def _obstacle_to_sides(request: Request, path: str, forced: bool) -> str:
         return "under torch.compile each is an operator"
     if request.recompute:
         return "recompute=True goes back and forth in each"
-    if together(request, request.directions) < request.directions:
-        return "the device does not hold both at once"
-    return "" if forced else "their common launch has yet to be measured; backend='triton' takes it"
+    if together(request, several) < 2:
+        return "the device does not hold two at once"
+    return "" if forced else "common launches have yet to be measured; backend='triton' takes them"

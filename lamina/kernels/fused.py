@@ -74,6 +74,31 @@ def run_together(calls: Sequence[Recurrence], path: str) -> list[SequenceResult]
     return results
 
 
+def run_stack(calls: Sequence[Recurrence], masks: Sequence[Tensor | None]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+    """Layers one above another: the output of the uppermost and the final states of all.
+
+    The inputs of all calls but the first are not looked at: they are outputs of the layers below, times their mask.
+    """
+    first = calls[0]
+    valid = _valid(first)
+    tensors = tensors_of(first, valid)
+    for call, mask in zip(calls[1:], masks, strict=True):
+        tensors += [None if mask is None else mask.contiguous(), *tensors_of(call, None)[1:]]
+    extras = [t for call in calls for t in extras_of(call)]
+    train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    keep = walk.ALL if train else walk.NOTHING
+    found = _Sequence.apply(setting_of(first, "stack"), "stack", keep, *tensors, *extras)  # type: ignore[no-untyped-call]
+    output, *states = found if first.cell == "LSTM" else found[:2]
+    output = output if valid is None else zero_unless(valid, output)
+    return output, [*zip(*(state.unbind() for state in states))]
+
+
+def stacks(calls: Sequence[Recurrence]) -> bool:
+    """Whether ``run_stack`` can serve calls: watched tensors and layers that differ are for ``run``."""
+    looked_at = any(watched(t) for call in calls for t in (call.input, call.weights.weight_hh))
+    return not looked_at and _alike(calls)
+
+
 def _alike(calls: Sequence[Recurrence]) -> bool:
     """Whether calls have the same tensors, of the same shapes but for the inputs' widths."""
 
@@ -126,7 +151,7 @@ class _Sequence(torch.autograd.Function):
         sides = len(given) // EACH
         tensors, extras = given[: COUNT * sides], given[COUNT * sides :]
         ctx.setting, ctx.path, ctx.keep, ctx.lease, ctx.call = setting, path, keep, None, None
-        ctx.sides = sides
+        ctx.sides, walker = sides, _walker(path, sides)
         kept: list[Tensor] = []
         if keep == walk.STATES:
             hist, h_n, c_n, *kept = recompute.forward(setting, path, tensors, extras)
@@ -134,15 +159,15 @@ class _Sequence(torch.autograd.Function):
         elif path == "cpu":
             ctx.call = cpu.prepared(setting, tensors, extras)
         else:
-            ctx.lease = passes.lease(setting, path, keep, tensors, extras, _walk(sides).forward)
+            ctx.lease = passes.lease(setting, path, keep, tensors, extras, walker)
         if ctx.lease is not None:
             output, h_n, c_n = ctx.lease.space.walk(tensors)
         elif ctx.call is not None:
             hist, h_n, c_n, *kept = cpu.forward(setting, tensors, extras, keep, ctx.call)
             output, kept = hist[1:], [hist, *kept]
         elif keep != walk.STATES:
-            hist, h_n, c_n, *kept = _walk(sides).forward(setting, path, tensors, extras, keep)
-            output, kept = hist[..., 1:, :, :], [hist, *kept]
+            hist, h_n, c_n, *kept = walker.forward(setting, path, tensors, extras, keep)
+            output, kept = walker.output(hist), [hist, *kept]
         if keep != walk.NOTHING:
             ctx.save_for_backward(*given, *kept)
         else:
@@ -160,55 +185,58 @@ class _Sequence(torch.autograd.Function):
         if ctx.setting.cell != "LSTM":
             grads = (*grads[:2], None)
         if torch.is_grad_enabled():  # asked for with create_graph: these gradients will be differentiated
-            found = _differentiable(ctx.setting, tensors, extras, grads, needed, ctx.sides)
+            found = differentiable_gradients(ctx.setting, tensors, extras, grads, needed[:count], ctx.path)
         elif ctx.lease is not None:
-            found = ctx.lease.space.walk_back(tensors, grads, needed[:count], _walk(ctx.sides).backward)
+            found = ctx.lease.space.walk_back(tensors, grads, needed[:count])
         elif ctx.keep == walk.STATES:
             found = recompute.backward(ctx.setting, ctx.path, tensors, extras, kept, grads, needed)
         elif ctx.call is not None:
             found = cpu.backward(ctx.setting, tensors, extras, kept, grads, needed, ctx.call)
         else:
-            back = _walk(ctx.sides).backward
+            back = _walker(ctx.path, ctx.sides).backward
             found = list(map(formed, back(ctx.setting, ctx.path, tensors, extras, kept, grads, needed[:count])))
         return None, None, None, *found, *(None for _ in extras)
 
 
-def _walk(count: int) -> ModuleType:
-    """Where ``forward`` and ``backward`` of one recurrence are, or of several."""
-    if count == 1:
-        return walk
-    from . import sides
+def _walker(path: str, count: int) -> ModuleType:
+    """Where ``forward`` and ``backward`` of one recurrence are, or of several beside or above one another."""
+    from . import sides, stack
 
-    return sides
-
-
-def _differentiable(
-    setting: Setting, tensors: Tensors, extras: Tensors, grads: Tensors, needed: Sequence[bool], count: int
-) -> list[Tensor | None]:
-    """``differentiable_gradients``, of one recurrence or of several."""
-    if count == 1:
-        return differentiable_gradients(setting, tensors, extras, grads, needed)
-    found: list[Tensor | None] = []
-    for side in range(count):
-        own, others = slice(side * COUNT, (side + 1) * COUNT), slice(side * len(EXTRAS), (side + 1) * len(EXTRAS))
-        arriving = [None if g is None else g[side] for g in grads]
-        found += differentiable_gradients(setting, tensors[own], extras[others], arriving, needed[own])
-    return found
+    return walk if count == 1 else stack if path == "stack" else sides
 
 
 def differentiable_gradients(
-    setting: Setting, tensors: Tensors, extras: Tensors, grads: Tensors, needed: Sequence[bool]
+    setting: Setting, tensors: Tensors, extras: Tensors, grads: Tensors, needed: Sequence[bool], path: str = ""
 ) -> list[Tensor | None]:
     """The gradients by the reference's own graph, which can be differentiated again."""
     # Views end gradients here, though one tensor may have been made from another.
     tensors = [t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needed)]
-    result = reference.evaluate(_again(setting, tensors, extras))
-    pairs = [(o, g) for o, g in zip((result.output, *result.state), grads) if g is not None]
+    outputs = _outputs_again(setting, tensors, extras, path)
+    pairs = [(o, g) for o, g in zip(outputs, grads) if g is not None and o is not None]
     wanted = [t for t, need in zip(tensors, needed) if need and t is not None]
     found = iter(
         torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True)
     )
     return [next(found) if need and t is not None else None for t, need in zip(tensors, needed)]
+
+
+def _outputs_again(setting: Setting, tensors: Tensors, extras: Tensors, path: str) -> Sequence[Tensor | None]:
+    """Output, final h and c by the reference: of one recurrence, of several, or of layers one above another."""
+    if len(tensors) == COUNT:
+        result = reference.evaluate(_again(setting, tensors, extras))
+        return result.output, *result.state
+    results: list[SequenceResult] = []
+    for own, others in zip(_by(tensors, COUNT), _by(extras, len(EXTRAS))):
+        if path == "stack" and results:  # what stands for the input is a mask of it
+            below = results[-1].output
+            own = [below if own[0] is None else (below * own[0]).to(below.dtype), *own[1:]]
+        results.append(reference.evaluate(_again(setting, own, others)))
+    states = [torch.stack(kind) for kind in zip(*(result.state for result in results))]
+    return results[-1].output if path == "stack" else torch.stack([r.output for r in results]), *states
+
+
+def _by(given: Tensors, size: int) -> list[list[Tensor | None]]:
+    return [list(given[at : at + size]) for at in range(0, len(given), size)]
 
 
 def _again(setting: Setting, tensors: Tensors, extras: Tensors) -> Recurrence:

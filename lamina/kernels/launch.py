@@ -258,22 +258,27 @@ def gradients(
     found: Found, train_matrix: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Gradients by name, of one recurrence of a model of ``dtype``; ``small`` are its gains and biases."""
-    gain, bias, _, _ = small
-    kinds = {t.dtype for t in small if t is not None}
-    kind = kinds.pop() if len(kinds) == 1 else torch.float32
-    named: dict[str, Any] = {**_added_up(form, hist.shape[-1], found.shares, bias is not None, kind)}
-    named.update(zip("hc" if form.cell == "LSTM" else "h", found.d_first.unbind()))
+    gain, named = small[0], gradients_of_small(form, small, hist.shape[-1], found)
     d_x, d_y, *_ = found
 
     # In place: d_x, which may be the same, has been used by then, where W_h h' is normed W_x x is too.
     def through() -> Tensor:
-        return _through_norm(form, d_y, xhat, gain, stats, dtype) if form.site else d_y.to(dtype)
+        return through_norm(form, d_y, xhat, gain, stats, dtype) if form.site else d_y.to(dtype)
 
     if form.site == "sum":
         d_x = d_y = through()
     named["x"] = d_x
     if train_matrix:
         named["weight"] = lambda: matrix_gradient(d_y if form.site == "sum" else through(), operands(hist, extras))
+    return named
+
+
+def gradients_of_small(form: Form, small: Small, hidden: int, found: Found) -> dict[str, Any]:
+    """Those of gains, biases and the first state."""
+    kinds = {t.dtype for t in small if t is not None}
+    kind = kinds.pop() if len(kinds) == 1 else torch.float32
+    named: dict[str, Any] = {**_added_up(form, hidden, found.shares, small[1] is not None, kind)}
+    named.update(zip("hc" if form.cell == "LSTM" else "h", found.d_first.unbind()))
     return named
 
 
@@ -338,7 +343,7 @@ def operands(hist: Tensor, extras: Extras) -> Tensor:
     return before if extras.drop is None else (before * extras.drop).to(before.dtype)
 
 
-def _through_norm(form: Form, d_y: Tensor, xhat: Tensor, gain: Given, stats: Tensor, dtype: torch.dtype) -> Tensor:
+def through_norm(form: Form, d_y: Tensor, xhat: Tensor, gain: Given, stats: Tensor, dtype: torch.dtype) -> Tensor:
     """What the norm passes on to the product; in the memory of d_y, a program's part of which none but it reads."""
     from . import sequence
 

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from .given import COUNT
 from .precision import Product, formed, tf32_wanted
 
 Given = Tensor | None
-Forward = Callable[..., list[Tensor]]
 Backward = Callable[..., list[Given | Product]]
 
 LONGEST = 160  # steps: beyond, the GPU's time hides the host's
@@ -45,9 +45,9 @@ _lock = threading.RLock()
 
 
 def lease(
-    setting: Setting, path: str, keep: str, tensors: Sequence[Given], extras: Sequence[Given], forward: Forward
+    setting: Setting, path: str, keep: str, tensors: Sequence[Given], extras: Sequence[Given], walker: ModuleType
 ) -> Lease | None:
-    """Memory and graphs for this call; None where it had better be launched as it is."""
+    """Memory and graphs for this call, as ``walker`` walks it; None where it had better be launched as it is."""
     x, weight, matrix = tensors[0], tensors[3], tensors[4]
     if x is None or weight is None or matrix is None or any(e is not None for e in extras):
         return None
@@ -62,7 +62,7 @@ def lease(
             while len(_kinds) > KINDS:
                 _kinds.popitem(last=False)
         _kinds.move_to_end(key)
-        found = kind.lease(setting, path, keep, tensors, extras, forward)
+        found = kind.lease(setting, path, keep, tensors, extras, walker)
         _make_room(kind)
         return found
 
@@ -149,9 +149,9 @@ class Space:
 
     def __init__(
         self, setting: Setting, path: str, keep: str, tensors: Sequence[Given], extras: Sequence[Given],
-        forward: Forward,
+        walker: ModuleType,
     ) -> None:  # fmt: skip
-        self.call = (setting, path)
+        self.call, self.walker = (setting, path), walker
         # What is new in every call has a place here; parameters have not, so that a model's end is theirs.
         self.places = [None if t is None or _stays(t) else t.detach().clone() for t in tensors]
         self.extras = extras
@@ -159,7 +159,7 @@ class Space:
         self.stream = replay.take_stream(self.device)
         self.found: list[Tensor] = []
         given = self.standing(tensors)
-        self.forward = self.captured(lambda: self.found.extend(forward(setting, path, given, extras, keep)))
+        self.forward = self.captured(lambda: self.found.extend(walker.forward(setting, path, given, extras, keep)))
         self.own_matrix = self.found[MATRIX] is not given[4]
         if not self.own_matrix:  # without a norm it is the parameter itself
             self.found[MATRIX] = self.found[0]
@@ -191,17 +191,15 @@ class Space:
                 place.copy_(tensor)
         self.forward.replay()
         hist, h_n, c_n = self.found[:3]
-        return hist[..., 1:, :, :].clone(), h_n.clone(), c_n.clone()
+        return self.walker.output(hist).clone(), h_n.clone(), c_n.clone()
 
-    def walk_back(
-        self, tensors: Sequence[Given], grads: Sequence[Given], needed: Sequence[bool], backward: Backward
-    ) -> list[Given]:
+    def walk_back(self, tensors: Sequence[Given], grads: Sequence[Given], needed: Sequence[bool]) -> list[Given]:
         """The backward pass of a call with these tensors: gradients, the caller's own."""
         given = self.standing(tensors)
         lies = (0 if t is None else t.data_ptr() for t in given)  # hooks may have brought a parameter elsewhere
         key = (*(None if g is None else g.dtype for g in grads), *needed, *lies)
         if key not in self.backwards:
-            self.backwards[key] = Backwards(self, needed, backward)
+            self.backwards[key] = Backwards(self, needed, self.walker.backward)
         return self.backwards[key].run(given, grads)
 
 

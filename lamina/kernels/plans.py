@@ -110,11 +110,17 @@ def together(request: Request, sides: int) -> int:
     return _together(gates, request.hidden, request.batch, size, request.device, sides, tuple(OVERRIDE.items()))
 
 
+def at_once(form: Form, hidden: int, batch: int, weight: Tensor, sides: int) -> int:
+    """The same for recurrences of a form, with matrices like this one."""
+    size = _operand_size(weight.dtype)
+    return _together(form.padded_gates, hidden, batch, size, weight.device, sides, tuple(OVERRIDE.items()))
+
+
 @cache
 def _together(
     gates: int, hidden: int, batch: int, size: int, device: torch.device, sides: int, override: object
 ) -> int:
-    for count in range(sides, 1, -1):
+    for count in range(min(sides, OVERRIDE.get("at_once", sides)), 1, -1):
         if all(plan_together(gates, hidden, batch, size, device, back, count) for back in (False, True)):
             return count
     return 1

@@ -56,7 +56,7 @@ def _mean(x, ok, n):
 
 @triton.jit(do_not_specialize=["N"])
 def forward_kernel(
-    summed, gain, bias, bias_too, out, statistics,  # [N, W], [W] or None thrice, [N, W], [2, N, parts]
+    summed, gain, bias, bias_too, out, statistics,  # [N, W], [W] or None thrice, [N, W], [N, 2, parts]
     N, W, H, eps,
     GROUPS: tl.constexpr, MODE: tl.constexpr, STD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -76,8 +76,8 @@ def forward_kernel(
         rstd = inverse_deviation(over(tl.sum(apart * apart, 1), n), eps, STD)
         x = x * rstd[:, None]
         part, parts = tl.program_id(1), tl.num_programs(1)
-        tl.store(statistics + rows * parts + part, mean, mask=row_ok)
-        tl.store(statistics + (rows + N) * parts + part, rstd, mask=row_ok)
+        tl.store(statistics + 2 * rows * parts + part, mean, mask=row_ok)
+        tl.store(statistics + (2 * rows + 1) * parts + part, rstd, mask=row_ok)
     if gain is not None:
         x = x * tl.load(gain + first + columns, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     if bias is not None:
@@ -106,7 +106,7 @@ def _normed(summed, mean, rstd, at, ok):
 
 @triton.jit(do_not_specialize=["N", "turns"])
 def backward_kernel(
-    d_x, summed, gain, statistics, d_summed, shares,  # [N, W] twice, [W], [2, N, parts], [N, W], [0-2, programs, W]
+    d_x, summed, gain, statistics, d_summed, shares,  # [N, W] twice, [W], [N, 2, parts], [N, W], [0-2, programs, W]
     N, W, H, eps, turns,
     GROUPS: tl.constexpr, MODE: tl.constexpr, STD: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SLICES: tl.constexpr,
@@ -130,8 +130,8 @@ def backward_kernel(
         ok = row_ok[:, None] & column_ok[None, :]
         row_at = (rows * W + first)[:, None]
         if MODE == "norm":
-            mean = tl.load(statistics + rows * parts + part, mask=row_ok, other=0.0)
-            rstd = tl.load(statistics + (rows + N) * parts + part, mask=row_ok, other=0.0)
+            mean = tl.load(statistics + 2 * rows * parts + part, mask=row_ok, other=0.0)
+            rstd = tl.load(statistics + (2 * rows + 1) * parts + part, mask=row_ok, other=0.0)
         straight, skewed = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
         if SLICES > 1:
             for begin in tl.range(0, n, BLOCK // 2, num_stages=1):
@@ -201,8 +201,8 @@ def _hidden(width: int, groups: tuple[int, ...]) -> int:
 
 
 def statistics_shape(summed: Tensor, groups: tuple[int, ...], mode: str) -> tuple[int, ...]:
-    """Of the mean and rstd of each part, which only "norm" keeps."""
-    return (2, *summed.shape[:-1], len(groups)) if mode == "norm" else (0,)
+    """Of the mean and rstd of each part, which only "norm" keeps; some steps' statistics lie together."""
+    return (*summed.shape[:-1], 2, len(groups) if mode == "norm" else 0)
 
 
 def forward(
@@ -248,17 +248,19 @@ def backward(
     eps: float,
     eps_mode: str,
     has_bias: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """d_summed in the dtype of ``summed``, and the gradients of gain and bias that are there, [0-2, W] float32.
 
-    ``summed`` is read in mode "norm" only; the others are linear.
+    ``summed`` is read in mode "norm" only; the others are linear. d_summed is ``out`` where a caller wants it there.
     """
     count, width, parameters = d_x.shape[0] * d_x.shape[1], d_x.shape[-1], (gain is not None) + has_bias
     if mode == "plain" and not has_bias:
-        return d_x.to(summed.dtype), d_x.new_empty((0, width), dtype=torch.float32)
+        same = d_x.to(summed.dtype) if out is None else out.copy_(d_x)
+        return same, d_x.new_empty((0, width), dtype=torch.float32)
     how = cut(width, groups, mode, True)
     programs = _programs(d_x.device, how, -(-count // how.rows))
-    d_summed = torch.empty_like(d_x, dtype=summed.dtype)
+    d_summed = torch.empty_like(d_x, dtype=summed.dtype) if out is None else out
     shares = d_x.new_empty((parameters, programs, width), dtype=torch.float32)
     arguments = {
         "d_x": d_x, "summed": summed, "gain": gain, "statistics": statistics, "d_summed": d_summed, "shares": shares,

@@ -37,15 +37,20 @@ def extras_of(extras: Tensors) -> Extras:
     return Extras(*map(stacked, zip(*of_each(extras, len(EXTRAS)))))
 
 
+def output(hist: Tensor) -> Tensor:
+    """What the recurrences give, of all states."""
+    return hist[:, 1:]
+
+
 def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep: str) -> list[Tensor]:
     """As ``walk.forward``, of all sides."""
     form, each = form_of(setting), [*of_each(tensors)]
     normed = setting.where.groups(form.site) if form.site else ()
     summed, prepared, statistics = _input_side(setting, each)
     summed, kept_x = walk.kept_sides(setting, summed, prepared, keep)
-    matrix = _matrices([rows.matrix(there(t[4]), normed, setting.factors == "half") for t in each])
+    matrix = matrices([rows.matrix(there(t[4]), normed, setting.factors == "half") for t in each])
     h, c = (stacked([t[at] for t in each]) for at in (1, 2))
-    small = _small([walk.inner(form, t) for t in each])
+    small = small_of([walk.inner(form, t) for t in each])
     walking, found = launch.forward_walk(
         form, prepared, matrix, h, c, small, extras_of(extras), keep == walk.ALL, len(each)
     )
@@ -57,29 +62,53 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
 
 def _input_side(setting: Setting, each: Sequence[Sequence[Given]]) -> tuple[Tensor, Tensor, Tensor]:
     """W_x x, x as the steps take it, and its statistics, of all sides."""
-    (groups, mode), form = walk.input_side(setting), form_of(setting)
-    like, width = there(each[0][0]), there(each[0][4]).shape[0]
+    found = empty_input_side(setting, each)
+    for tensors, *mine in zip(each, *found):
+        project(setting, tensors, there(tensors[0]), *mine)
+    return found
+
+
+def empty_input_side(setting: Setting, each: Sequence[Sequence[Given]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Where ``project`` leaves what it finds."""
+    (groups, mode), like, width = walk.input_side(setting), there(each[0][0]), there(each[0][4]).shape[0]
     summed = like.new_empty(len(each), *like.shape[:2], width)
-    prepared = torch.empty_like(summed, dtype=kept_dtype(summed.dtype, width // form.gates))
-    shape = rows.statistics_shape(summed[0], groups, mode)
-    statistics = summed.new_empty(len(each), *shape, dtype=torch.float32)
-    for tensors, *mine in zip(each, summed, prepared, statistics):
-        x, weight_ih, bias_ih, bias_hh, gain_ih = (tensors[at] for at in (0, 3, 5, 6, 7))
-        with as_cudnn_multiplies(like.dtype):
-            torch.mm(there(x).flatten(0, 1), there(weight_ih).t(), out=mine[0].flatten(0, 1))
-        biases = walk.outer_biases(form, bias_ih, bias_hh)
-        rows.forward(mine[0], gain_ih, *biases, groups, mode, setting.eps, setting.eps_mode, *mine[1:])
+    prepared = torch.empty_like(summed, dtype=kept_dtype(summed.dtype, width // form_of(setting).gates))
+    statistics = summed.new_empty(rows.statistics_shape(summed, groups, mode), dtype=torch.float32)
     return summed, prepared, statistics
 
 
-def _matrices(each: Sequence[Matrix]) -> Matrix:
+def project(
+    setting: Setting, tensors: Sequence[Given], x: Tensor, summed: Tensor, prepared: Tensor, statistics: Tensor
+) -> None:
+    """W_x x of some steps of a recurrence with these tensors, and what the steps take of it."""
+    (groups, mode), form = walk.input_side(setting), form_of(setting)
+    weight_ih, bias_ih, bias_hh, gain_ih = (tensors[at] for at in (3, 5, 6, 7))
+    with as_cudnn_multiplies(x.dtype):
+        torch.mm(x.flatten(0, 1), there(weight_ih).t(), out=summed.flatten(0, 1))
+    biases = walk.outer_biases(form, bias_ih, bias_hh)
+    rows.forward(summed, gain_ih, *biases, groups, mode, setting.eps, setting.eps_mode, prepared, statistics)
+
+
+def matrices(each: Sequence[Matrix]) -> Matrix:
     most = stacked([m.most for m in each])
     return Matrix(torch.stack([m.values for m in each]), each[0].dtype, most)
 
 
-def _small(each: Sequence[Small]) -> Small:
+def small_of(each: Sequence[Small]) -> Small:
     gain, bias, gain_cell, bias_cell = (stacked(kind) for kind in zip(*each))
     return gain, bias, gain_cell, bias_cell
+
+
+def prepared_again(
+    setting: Setting, each: Sequence[Sequence[Given]], summed: Tensor, prepared: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, bool]:
+    """x as the steps take it, of all sides, and whether it was made anew."""
+    if prepared.numel():
+        return prepared, False
+    prepared = torch.empty_like(summed, dtype=dtype)
+    for tensors, *mine in zip(each, summed, prepared):
+        walk.prepared_again(setting, tensors, *mine)
+    return prepared, True
 
 
 def _at(summed: Tensor, side: int) -> Tensor:
@@ -93,16 +122,12 @@ def backward(
     """As ``walk.backward``, of all sides."""
     form, each, wanted = form_of(setting), [*of_each(tensors)], [*of_each(needed)]  # type: ignore[arg-type]
     hist, summed, statistics, prepared, values, most, *rest = kept
-    anew = not prepared.numel()
-    if anew:
-        prepared = torch.empty_like(summed, dtype=rest[1].dtype)
-        for tensors_of_it, *mine in zip(each, summed, prepared):
-            walk.prepared_again(setting, tensors_of_it, *mine)
+    prepared, anew = prepared_again(setting, each, summed, prepared, rest[1].dtype)
     matrix = Matrix(values, hist.dtype, most if most.numel() else None)
     d_out, d_h, d_c = (None if g is None else g.contiguous() for g in grads)
     inner = [walk.inner(form, t) for t in each]
     walking, found = launch.backward_walk(
-        form, prepared, matrix, stacked([t[1] for t in each]), _small(inner), extras_of(extras), (hist, *rest), d_out,
+        form, prepared, matrix, stacked([t[1] for t in each]), small_of(inner), extras_of(extras), (hist, *rest), d_out,
         d_h, d_c, anew, len(each),
     )  # fmt: skip
     walking.go(Part(len(each), prepared.shape[1]))

@@ -33,6 +33,11 @@ def module(path: str) -> ModuleType:
     return launch
 
 
+def output(hist: Tensor) -> Tensor:
+    """What the layer gives, of all states."""
+    return hist[1:]
+
+
 def input_side(setting: Setting) -> tuple[tuple[int, ...], str]:
     """Which gates of W_x x share statistics, and what is done to it: normed, centred for the norm of the sum, plain."""
     where = setting.where
@@ -153,13 +158,23 @@ def outer_gradients(
 
     form, (groups, mode) = form_of(setting), input_side(setting)
     bias_ih, bias_hh, gain_ih = tensors[5:8]
-    x, weight_ih = there(tensors[0]), there(tensors[3])
-    outer = [b for b in outer_biases(form, bias_ih, bias_hh) if b is not None]
+    x, outer = there(tensors[0]), any(b is not None for b in outer_biases(form, bias_ih, bias_hh))
     d_summed, small = rows.backward(
-        found.pop("x"), summed, gain_ih, statistics, groups, mode, setting.eps, setting.eps_mode, bool(outer)
+        found.pop("x"), summed, gain_ih, statistics, groups, mode, setting.eps, setting.eps_mode, outer
     )
     d_matrix = found.pop("weight", None)
-    d_matrix = d_matrix() if callable(d_matrix) else d_matrix
+    found["weight"] = d_matrix() if callable(d_matrix) else d_matrix
+    return assembled(setting, tensors, x, found, d_summed, small, needed)
+
+
+def assembled(
+    setting: Setting, tensors: Tensors, x: Tensor, found: dict[str, Any], d_summed: Tensor, small: Tensor,
+    needed: Sequence[bool],
+) -> list[Tensor | Product | None]:  # fmt: skip
+    """All gradients, in order: ``small`` are those of gain and biases of W_x x, whose factor was x."""
+    form, weight_ih = form_of(setting), there(tensors[3])
+    bias_ih, bias_hh, gain_ih = tensors[5:8]
+    outer = any(b is not None for b in outer_biases(form, bias_ih, bias_hh))
     with as_cudnn_multiplies(x.dtype):
         d_input = torch.matmul(d_summed, weight_ih) if needed[0] else None
     d_weight = matrix_gradient(d_summed, x) if needed[3] else None
@@ -167,7 +182,7 @@ def outer_gradients(
     after = found.get("bias")
     sides = (after, after) if form.site == "sum" else (before, after if form.cell == "GRU" else before)
     given = {
-        "input": d_input, "weight_ih": d_weight, "weight_hh": d_matrix, "h": found["h"], "c": found.get("c"),
+        "input": d_input, "weight_ih": d_weight, "weight_hh": found["weight"], "h": found["h"], "c": found.get("c"),
         "bias_ih": sides[0], "bias_hh": sides[1], "gain_ih": small[0] if gain_ih is not None else None,
         "gain_hh": found.get("gain"), "gain_sum": found.get("gain"), "gain_cell": found.get("gain_cell"),
         "bias_cell": found.get("bias_cell"),
