@@ -3,7 +3,8 @@
     compute-sanitizer --tool memcheck python benchmarks/small.py
 
 Every cell over sizes at which groups have several members, forward and backward, plain, ragged and restarted, on both
-paths, with small and large tiles, and with our own product; single steps of cells; layer norm by itself.
+paths, with small and large tiles, and with our own product; both directions and three layers in common launches; single
+steps of cells; layer norm by itself.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from lamina.kernels import plans, replay
 
 def passes(cell: str, hidden: int, dtype: torch.dtype, **override: object) -> None:
     """Forward and backward of one layer, with and without lengths and resets."""
+    several = {"directions": {"bidirectional": True}, "stack": {"num_layers": 3}}.get(str(override["path"]), {})
     plans.OVERRIDE.clear()
-    plans.OVERRIDE.update(override)
-    layer = getattr(lamina, cell)(5, hidden, device="cuda", dtype=dtype)
+    plans.OVERRIDE.update({"path": "persistent", "parts_of_stack": 2} if several else override)
+    options = {**several, "backend": "triton"} if several else {}
+    layer = getattr(lamina, cell)(5, hidden, device="cuda", dtype=dtype, **options)
     x = torch.randn(3, 3, 5, device="cuda", dtype=dtype, requires_grad=True)
     resets = torch.zeros(3, 3, dtype=torch.bool, device="cuda")
     resets[1, 1] = True
@@ -62,6 +65,7 @@ def cases() -> list[tuple[str, int, torch.dtype, dict[str, object]]]:
         found += [(cell, *size, {"path": path}) for size in sizes for path in ("persistent", "steps")]
         found += [(cell, 80, torch.bfloat16, cut) for cut in cuts]
         found += [(cell, *size, {"path": "cell"}) for size in sizes]
+        found += [(cell, 80, torch.bfloat16, {"path": path}) for path in ("directions", "stack")]
     found += [("LayerNorm", width, torch.bfloat16, {"path": "norm"}) for width in (33, 1000, 40000)]
     return found
 

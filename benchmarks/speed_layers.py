@@ -4,8 +4,9 @@
 
 Training steps of our layer-normalised layers and of cuDNN's plain ones doing the same, in interleaved rounds: one
 direction, both, three layers, and lengths drawn uniformly from 1 to T (ours takes lengths=, cuDNN a PackedSequence that
-was packed beforehand). Then, for the ten shapes of ``speed.py``, peak memory of a step with and without recompute=True,
-and what that costs in time. A case is timed only after its outputs and gradients were compared with the reference's.
+was packed beforehand). Of both directions and three layers, ours also in common launches (backend="triton"). Then, for
+the ten shapes of ``speed.py``, peak memory of a step with and without recompute=True, and what that costs in time. A
+case is timed only after its outputs and gradients were compared with the reference's.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MAIN = (SHAPES[0], SHAPES[3])
 RECOMPUTE = "LN, recompute"
+TOGETHER = "LN, common launches"
 
 
 def lengths_for(shape: tuple[int, ...]) -> Tensor:
@@ -60,11 +62,11 @@ def training_step(layer: nn.Module, x: Tensor, lengths: Tensor | None) -> Callab
     return step
 
 
-def errors(cell: str, dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> tuple[float, float]:
+def errors(cell: str, dtype: torch.dtype, shape: tuple[int, ...], kind: str, backend: str) -> tuple[float, float]:
     """The largest relative error of outputs and gradients over 6 steps, ours and the same-precision reference's."""
     batch, _, inputs, hidden = shape
     make, options = getattr(lamina, cell), KINDS[kind]
-    layers = [make(inputs, hidden, device="cuda", dtype=dtype, backend=b, **options) for b in ("auto", "reference")]
+    layers = [make(inputs, hidden, device="cuda", dtype=dtype, backend=b, **options) for b in (backend, "reference")]
     layers.append(make(inputs, hidden, device="cuda", dtype=torch.float64, **options))
     for layer in layers[1:]:
         layer.load_state_dict(layers[0].state_dict())
@@ -83,6 +85,12 @@ def errors(cell: str, dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> 
     return ours, plain
 
 
+def ways(options: dict[str, Any]) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Ours, cuDNN's and, where there is more than one recurrence, ours in common launches."""
+    found: list[tuple[str, Any, dict[str, Any]]] = [(OURS, lamina, {}), (CUDNN, nn, {})]
+    return found + ([(TOGETHER, lamina, {"backend": "triton"})] if options else [])
+
+
 def measure(cell: str, dtype: str, shape: tuple[int, ...], rounds: int) -> dict[str, Any]:
     """Microseconds a time step of every kind, ours and cuDNN's."""
     kind_of, (batch, steps, inputs, hidden) = DTYPES[dtype], shape
@@ -90,20 +98,24 @@ def measure(cell: str, dtype: str, shape: tuple[int, ...], rounds: int) -> dict[
     ready: dict[str, Callable[[], None]] = {}
     checked = {}
     for kind, options in KINDS.items():
-        checked[kind] = errors(cell, kind_of, shape, kind)
-        if not checked[kind][0] <= 2 * checked[kind][1] + 1e-3:
-            raise RuntimeError(f"{cell} {dtype} {shape} {kind}: errors {checked[kind]}: not timed")
         lengths = lengths_for(shape) if kind == "ragged" else None
-        for name, package in ((OURS, lamina), (CUDNN, nn)):
-            layer = getattr(package, cell)(inputs, hidden, device="cuda", dtype=kind_of, **options)
+        for name, package, more in ways(options):
+            if package is lamina:
+                label = f"{kind}: {name}"
+                checked[label] = errors(cell, kind_of, shape, kind, more.get("backend", "auto"))
+                if not checked[label][0] <= 2 * checked[label][1] + 1e-3:
+                    raise RuntimeError(f"{cell} {dtype} {shape} {label}: errors {checked[label]}: not timed")
+            layer = getattr(package, cell)(inputs, hidden, device="cuda", dtype=kind_of, **options, **more)
             ready[f"{kind}: {name}"] = training_step(layer, x, lengths)
     times = interleaved(ready, dict.fromkeys(ready, steps), rounds)
     medians = {name: statistics.median(values) for name, values in times.items()}
     one = medians[f"one direction: {OURS}"]
+    ours = {f"{kind}{', common launches' if name == TOGETHER else ''}": (kind, medians[f"{kind}: {name}"])
+            for kind, options in KINDS.items() for name, package, _ in ways(options) if package is lamina}  # fmt: skip
     return {
         "cell": cell, "dtype": dtype, "shape": list(shape), "microseconds": times, "median": medians, "errors": checked,
-        "ratio_to_cudnn": {kind: medians[f"{kind}: {OURS}"] / medians[f"{kind}: {CUDNN}"] for kind in KINDS},
-        "ratio_to_one_direction": {kind: medians[f"{kind}: {OURS}"] / one for kind in KINDS},
+        "ratio_to_cudnn": {name: time / medians[f"{kind}: {CUDNN}"] for name, (kind, time) in ours.items()},
+        "ratio_to_one_direction": {name: time / one for name, (_, time) in ours.items()},
     }  # fmt: skip
 
 
@@ -129,10 +141,11 @@ def memory(cell: str, dtype: str, shape: tuple[int, ...], rounds: int) -> dict[s
 
 def tables(rows: list[dict[str, Any]], peaks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The record as people read it."""
-    others = [kind for kind in KINDS if kind != "one direction"]
+    every = [*rows[0]["ratio_to_cudnn"]] if rows else [*KINDS]
+    others = [kind for kind in every if kind != "one direction"]
     speed = [
         [f"{row['cell']} {row['dtype']}", ", ".join(map(str, row["shape"])),
-         *(f"{row['ratio_to_cudnn'][kind]:.2f}" for kind in KINDS),
+         *(f"{row['ratio_to_cudnn'][kind]:.2f}" for kind in every),
          *(f"{row['ratio_to_one_direction'][kind]:.2f}" for kind in others)]
         for row in rows
     ]  # fmt: skip
@@ -144,7 +157,7 @@ def tables(rows: list[dict[str, Any]], peaks: list[dict[str, Any]]) -> list[dict
     ]  # fmt: skip
     return [
         {"caption": "Time of a training step over cuDNN's plain one, then over our own one-direction layer's",
-         "columns": ["", "batch, steps, inputs, units", *KINDS, *(f"{kind} / one" for kind in others)], "rows": speed},
+         "columns": ["", "batch, steps, inputs, units", *every, *(f"{kind} / one" for kind in others)], "rows": speed},
         {"caption": "Peak memory of a training step over cuDNN's, and what recompute=True costs",
          "columns": ["", "batch, steps, inputs, units", "cuDNN, megabytes", "LN / cuDNN", "recompute / cuDNN",
                      "time of recompute / LN", "time of recompute / cuDNN"], "rows": held},

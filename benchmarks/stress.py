@@ -39,19 +39,22 @@ class Problem:
         (cell, norm, placement), (steps, batch, inputs, hidden) = case["row"], case["shape"]
         dtype = DTYPES[case["dtype"]]
         make: Callable[..., Any] = getattr(lamina, cell)
-        self.layer = make(inputs, hidden, norm=norm, placement=placement, device="cuda", dtype=dtype)
+        several = {"directions": {"bidirectional": True}, "stack": {"num_layers": 3}}.get(case["how"], {})
+        options = {**several, "backend": "triton"} if several else {}
+        self.layer = make(inputs, hidden, norm=norm, placement=placement, device="cuda", dtype=dtype, **options)
         self.x = torch.randn(steps, batch, inputs, device="cuda", dtype=dtype, requires_grad=True)
-        count = STATES[cell]
-        hx = tuple(torch.randn(1, batch, hidden, device="cuda", dtype=dtype, requires_grad=True) for _ in range(count))
+        count, wide = STATES[cell], self.layer.num_directions
+        state = (self.layer.num_layers * wide, batch, hidden)
+        hx = tuple(torch.randn(state, device="cuda", dtype=dtype, requires_grad=True) for _ in range(count))
         self.hx, self.leaves = hx if count > 1 else hx[0], [self.x, *hx, *self.layer.parameters()]
-        shapes = [(steps, batch, hidden), *[(1, batch, hidden)] * count]
+        shapes = [(steps, batch, hidden * wide), *[state] * count]
         self.upstream = [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
         self.more: dict[str, Tensor] = {}
         if case["more"] & 1:
             self.more["lengths"] = torch.randint(0, steps + 1, (batch,), device="cuda")
         if case["more"] & 2:
             self.more["resets"] = torch.rand(steps, batch, device="cuda") < 0.2
-        self.name = f"{cell} {norm} {placement} {(batch, steps, hidden)} {dtype} {sorted(self.more)}"
+        self.name = f"{cell} {norm} {placement} {case['how']} {(batch, steps, hidden)} {dtype} {sorted(self.more)}"
         self.wanted = [t.clone() for t in self.run()]
         self.graph, self.captured = self._capture()
 
@@ -99,7 +102,10 @@ def main() -> None:
     given = parser.parse_args()
     draw, problem = random.Random(0), None
     torch.manual_seed(0)
-    chosen = draw.sample([c for c in cases() if c["shape"][0] <= 37], given.problems)
+    short = [c for c in cases() if c["shape"][0] <= 37]
+    several = [c for c in short if c["how"] != "alone"]  # a third of the problems share launches
+    chosen = draw.sample([c for c in short if c["how"] == "alone"], given.problems - given.problems // 3)
+    chosen += draw.sample(several, given.problems // 3)
     problems = [Problem(case) for case in track(chosen, "problems that are ready", every=10)]
     busy, load = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     done, different, began = 0, [], time.perf_counter()

@@ -3,7 +3,8 @@
     python benchmarks/verify.py --out results/verify-sequence.json
 
 Hidden sizes, batch sizes, lengths of sequences, dtypes, placements, ragged batches and restarts are paired off so that
-each hidden size meets each batch size in each dtype, in the paper's LSTM and GRU; float32 without TF32 at fewer sizes.
+each hidden size meets each batch size in each dtype, in the paper's LSTM and GRU; float32 without TF32 at fewer sizes,
+and so are recurrences that share launches: two directions, or three layers.
 An error is the norm of the difference to the float64 reference, relative to that reference; beside it stands the error
 of the reference itself in the precision of the kernels.
 """
@@ -29,11 +30,10 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lamina import records, reference
-from lamina.functional import run
+from lamina import functional, records, reference
 from lamina.placements import PLACEMENTS
 from lamina.reference import Recurrence
-from tests.cases import cast, everything, random_call, rounded_products
+from tests.cases import cast, gradients, leaves, random_call, rounded_products
 
 HIDDEN = (1, 17, 100, 256, 257, 400, 512, 768, 1000, 1024, 2048, 2400)
 BATCH = (1, 3, 8, 17, 64, 128)
@@ -48,7 +48,10 @@ MAIN = [("LSTM", "layer", "paper"), ("GRU", "layer", "paper")]
 FLOOR = {"bf16": 2e-3, "fp32": 3e-6, "fp16": 5e-4, "ieee": 3e-7}
 ALLOWED = 2.0  # times the reference's own error
 DRAWS = 8  # at most
+DEVICE = "cuda"
 ANYWHERE = 120  # cases
+TOGETHER = ((1, 3), (17, 3), (100, 17), (257, 33), (400, 8), (512, 64), (768, 16), (1000, 8))  # hidden, batch
+HOW = {"alone": 1, "directions": 2, "stack": 3}  # recurrences of a case
 
 
 def cases() -> list[dict[str, Any]]:
@@ -64,7 +67,18 @@ def cases() -> list[dict[str, Any]]:
             _case(row, 2, batch, hidden, dtype, next(extras)) for row, batch in [(next(others), 3), (next(others), 64)]
         ]
     exact = [_case(row, 7, batch, hidden, "ieee") for hidden in HIDDEN for row in MAIN for batch in (3, 64)]
-    return found + exact + anywhere()
+    return found + exact + anywhere() + together()
+
+
+def together() -> list[dict[str, Any]]:
+    """Recurrences that share launches."""
+    others, extras = itertools.cycle(ROWS), itertools.cycle((0, 1, 2, 3))
+    sizes = itertools.product(TOGETHER, ("directions", "stack"), ("bf16", "fp32", "fp16"))
+    return [
+        {**_case(row, 37 if row in MAIN else 5, batch, hidden, dtype, next(extras)), "how": how}
+        for (hidden, batch), how, dtype in sizes
+        for row in (*MAIN, next(others))
+    ]
 
 
 def anywhere() -> list[dict[str, Any]]:
@@ -78,18 +92,29 @@ def _case(
     row: tuple[str, str | None, str | None], steps: int, batch: int, hidden: int, dtype: str, more: int = 0
 ) -> dict[str, Any]:
     """``more``: 1 for lengths, 2 for resets, 3 for both, backwards in time."""
-    return {"row": row, "shape": (steps, batch, 33, hidden), "dtype": dtype, "more": more}
+    return {"row": row, "shape": (steps, batch, 33, hidden), "dtype": dtype, "more": more, "how": "alone"}
 
 
-def problem(case: dict[str, Any]) -> Recurrence:
-    """Random weights and input; recurrent matrices of the usual size, since with large ones errors grow at will."""
-    steps, batch, _, hidden = case["shape"]
+def problem(case: dict[str, Any]) -> list[Recurrence]:
+    """The recurrences of a case: one, two directions, or three layers, of which the upper ones' inputs mean nothing."""
+    steps, batch, inputs, hidden = case["shape"]
     more: dict[str, Any] = {}
     if case["more"] & 1:
-        more["lengths"] = torch.randint(0, steps + 1, (batch,), device="cuda")
+        more["lengths"] = torch.randint(0, steps + 1, (batch,), device=DEVICE)
     if case["more"] & 2:
-        more["resets"] = torch.rand(steps, batch, device="cuda") < 0.2
-    call = random_call(*case["row"], case["shape"], device="cuda", reverse=case["more"] == 3, **more)
+        more["resets"] = torch.rand(steps, batch, device=DEVICE) < 0.2
+    backwards = {"alone": [case["more"] == 3], "directions": [False, True], "stack": [False] * 3}[case["how"]]
+    widths = [inputs, *[hidden if case["how"] == "stack" else inputs] * (len(backwards) - 1)]
+    return [
+        recurrence(case["row"], (steps, batch, width, hidden), reverse=back, **more)
+        for width, back in zip(widths, backwards)
+    ]
+
+
+def recurrence(row: tuple[Any, ...], shape: tuple[int, ...], **more: Any) -> Recurrence:
+    """Random weights and input; recurrent matrices of the usual size, since with large ones errors grow at will."""
+    steps, _, _, hidden = shape
+    call = random_call(*row, shape, device=DEVICE, **more)
     w = call.weights
     small = {"weight_hh": 1 / hidden**0.5, **({"gain_hh": 0.4, "gain_sum": 0.4} if steps > 100 else {})}
     scaled = {
@@ -100,16 +125,51 @@ def problem(case: dict[str, Any]) -> Recurrence:
     return dataclasses.replace(call, weights=w._replace(**scaled))
 
 
+def one_after_another(calls: list[Recurrence], how: str) -> list[torch.Tensor]:
+    """Outputs and final states by the reference."""
+    found: list[torch.Tensor] = []
+    below: torch.Tensor | None = None
+    for call in calls:
+        given = call if below is None else dataclasses.replace(call, input=below)
+        result = reference.evaluate(given)
+        below = result.output if how == "stack" else None
+        found += [*([] if how == "stack" and call is not calls[-1] else [result.output]), *result.state]
+    return found
+
+
+def at_once(calls: list[Recurrence], how: str) -> list[torch.Tensor]:
+    """The same by the kernels."""
+    if how == "stack":
+        output, states = functional.run_stack(calls, [None] * (len(calls) - 1))
+        *lower, last = [[*state] for state in states]
+        return [t for state in lower for t in state] + [output, *last]
+    results = functional.run_directions(calls, "triton")
+    return [t for result in results for t in (result.output, *result.state)]
+
+
+def everything(calls: list[Recurrence], how: str, run: Any) -> dict[str, torch.Tensor]:
+    """Outputs, final states and gradients of all calls, by name."""
+    outputs = run(calls, how)
+    named = {
+        f"{name} of {at}" if at else name: leaf
+        for at, call in enumerate(calls)
+        for name, leaf in leaves(call).items()
+        if not (how == "stack" and at and name == "input")
+    }
+    found = {f"output {at}": output for at, output in enumerate(outputs)}
+    return found | {f"d {name}": g for name, g in zip(named, gradients(outputs, list(named.values())))}
+
+
 def errors(case: dict[str, Any], draw: int) -> dict[str, tuple[float, float]]:
     """By name of each tensor, our error and that of the reference, for one draw of random numbers."""
     torch.manual_seed(zlib.crc32(repr((case["row"], case["shape"], case["dtype"], draw)).encode()))
-    call, dtype = problem(case), DTYPES[case["dtype"]]
-    truth = everything(cast(call, torch.float64, dtype), reference.evaluate)
-    exact = case["dtype"] == "ieee"
+    calls, dtype, how = problem(case), DTYPES[case["dtype"]], case["how"]
+    truth = everything([cast(call, torch.float64, dtype) for call in calls], how, one_after_another)
+    exact, given = case["dtype"] == "ieee", [cast(call, dtype, dtype) for call in calls]
     with nullcontext() if exact else rounded_products():
-        plain = everything(cast(call, dtype, dtype), reference.evaluate)
+        plain = everything(given, how, one_after_another)
     with torch.backends.cudnn.flags(allow_tf32=not exact):
-        ours = everything(cast(call, dtype, dtype), lambda c: run(c, "triton"))
+        ours = everything(given, how, at_once)
     found = {}
     for name, want in truth.items():
         size = max(want.norm().item(), 1e-2 * want.numel() ** 0.5)  # what is 0 but for eps has no digits to compare
