@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import opaque, reference
-from .checks import autocast_dtype, describe, epsilon, fail, one_of, readable, transformed
+from .checks import autocast_dtype, describe, epsilon, fail, one_of, readable, transformed, watched
 from .kernels import Choice, Request, choose, is_small_norm
 from .placements import GATES, STATES, resolve
 from .reference import ACTIVATIONS, EPS_MODES, CellWeights, LSTMState, Masks, Moments, Recurrence, SequenceResult
@@ -260,23 +260,30 @@ def run_directions(calls: Sequence[Recurrence], backend: str = "auto") -> list[S
     return [_run_as(call, choice) for call in calls]
 
 
-def stacks(calls: Sequence[Recurrence], backend: str = "auto") -> bool:
-    """Whether layers one above another run as one (``run_stack``); but for its first two axes no input is looked at."""
-    first = _under_autocast(calls[0])
-    if len(calls) == 1 or choose(_request(first, False, 1, len(calls)), backend).sides == 1:
+def stacks(first: Recurrence, layers: int, backend: str = "auto") -> bool:
+    """Whether layers one above another, of which this is the first, run as one (``run_stack``)."""
+    if watched(first.input) or watched(first.weights.weight_hh):
         return False
-    from .kernels import fused
-
-    return fused.stacks([_under_autocast(call) for call in calls])
+    check_recurrence(first)  # what is wrong with it comes before what serves it
+    return choose(_request(_under_autocast(first), False, 1, layers), backend).sides > 1
 
 
 def run_stack(calls: Sequence[Recurrence], masks: Sequence[Tensor | None]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-    """Layers one above another, each fed with the output below times its mask: the last output, all final states."""
+    """Layers one above another, each fed with the output below times its mask: the last output, all final states.
+
+    Of the inputs above the first only the shape is looked at.
+    """
     from .kernels import fused
 
     for call in calls:
         check_recurrence(call)
-    return fused.run_stack([_under_autocast(call) for call in calls], masks)
+    return fused.run_stack([_under_autocast(calls[0]), *map(_above, calls[1:])], masks)
+
+
+def _above(call: Recurrence) -> Recurrence:
+    """An upper layer under autocast, without a cast of what stands for its input."""
+    cast = _under_autocast(replace(call, input=call.input[:1, :1]))
+    return replace(cast, input=cast.input.expand(call.input.shape))
 
 
 def _run_as(call: Recurrence, choice: Choice) -> SequenceResult:

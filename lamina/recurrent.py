@@ -184,12 +184,12 @@ class RecurrentLayer(RecurrentModule):
 
     def _stacks(self, x: Tensor, states: Sequence[GivenState]) -> bool:
         """Whether all layers are one call of the kernels; nothing is drawn for that."""
-        if self.num_layers == 1 or self.bidirectional or self.norm == "batch" or x.dim() != 3 or not x.shape[0]:
+        if self.num_layers == 1 or self.bidirectional or self.norm == "batch" or not x.shape[0]:
             return False
-        if self.backend == "reference" or not (x.is_cuda or self.backend == "triton"):
+        if not (x.is_cuda or self.backend == "triton"):
             return False
-        calls = [self._recurrence(*cell, state) for cell, state in zip(self._inputs(x), states)]
-        return functional.stacks(calls, self.backend)
+        first = self._recurrence(self._suffixes()[0], x, states[0])
+        return functional.stacks(first, self.num_layers, self.backend)
 
     def _inputs(self, x: Tensor) -> list[tuple[str, Tensor]]:
         """Each layer's ending and what it is given; above the first, something of that shape and no memory."""

@@ -172,6 +172,29 @@ def test_gradients_of_gradients(device):
         assert (a - b).norm() <= 1e-3 * b.norm() + 1e-4
 
 
+def test_autocast(device):
+    """Matrices and input in bfloat16, gains and statistics in float32: as layer after layer."""
+    layer = lamina.LSTM(3, 16, 2, backend="triton", device=device)
+    x = torch.randn(5, 2, 3, device=device, requires_grad=True)
+    found = []
+    for most in (2, 1):
+        with pytest.MonkeyPatch.context() as patch, torch.autocast(device.type, torch.bfloat16):
+            patch.setitem(plans.OVERRIDE, "at_once", most)
+            out, (h, c) = layer(x)
+        found.append([out, h, c, *torch.autograd.grad(out.float().square().sum(), [x, *layer.parameters()])])
+    for a, b in zip(*found):
+        assert a.dtype == b.dtype
+        assert (a.float() - b.float()).norm() <= 2e-2 * b.float().norm() + 1e-4
+
+
+def test_bad_input_is_told_before_anything_else(device):
+    layer = lamina.LSTM(3, 6, 2, backend="triton", device=device)
+    with pytest.raises(lamina.InputError, match="one dtype"):
+        layer(torch.zeros(4, 2, 3, dtype=torch.int64, device=device))
+    with pytest.raises(lamina.InputError, match="h_0 of shape"):
+        layer(torch.zeros(4, 2, 3, device=device), (torch.zeros(1, 2, 6, device=device),) * 2)
+
+
 def test_the_answer_says_how(device):
     def said(count=3, **options):
         return lamina.explain(lamina.LSTM(3, 5, count, backend="triton", device=device, **options)).reason

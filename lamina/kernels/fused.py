@@ -93,12 +93,6 @@ def run_stack(calls: Sequence[Recurrence], masks: Sequence[Tensor | None]) -> tu
     return output, [*zip(*(state.unbind() for state in states))]
 
 
-def stacks(calls: Sequence[Recurrence]) -> bool:
-    """Whether ``run_stack`` can serve calls: watched tensors and layers that differ are for ``run``."""
-    looked_at = any(watched(t) for call in calls for t in (call.input, call.weights.weight_hh))
-    return not looked_at and _alike(calls)
-
-
 def _alike(calls: Sequence[Recurrence]) -> bool:
     """Whether calls have the same tensors, of the same shapes but for the inputs' widths."""
 

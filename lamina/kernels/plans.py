@@ -89,7 +89,7 @@ def plan_together(
     """
     programs, memory = processors(device), shared_memory(device)
     alone = plan(gates, hidden, batch, size, programs, memory, backward)
-    if alone is None or sides == 1:
+    if alone is None or (sides == 1 and not OVERRIDE.get("beside")):  # a tuner may try two for one recurrence
         return alone
     apart = plan(gates, hidden, batch, size, max(1, programs // sides), memory, backward)
     beside = plan(gates, hidden, batch, size, max(1, 2 * programs // sides), memory_of_two(device), backward)
