@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lamina
-from lamina.kernels import interpreted, passes, plans, precision, stack
+from lamina.kernels import interpreted, passes, plans, precision, wavefront
 from tests.cases import gradients
 
 pytest.importorskip("triton")
@@ -21,7 +21,7 @@ FLOOR = {torch.float32: 3e-6, torch.bfloat16: 2e-3, torch.float16: 5e-4}
 def test_every_piece_comes_after_those_it_builds_upon(layers, steps, parts, most, backward, monkeypatch):
     monkeypatch.setitem(plans.OVERRIDE, "parts_of_stack", parts)
     seen, launches = set(), 0
-    for part, pieces in stack.launches(layers, steps, most, backward):
+    for part, pieces in wavefront.launches(layers, steps, most, backward):
         launches += 1
         assert 1 <= len(pieces) == part.sides <= most
         for side, (layer, begin, end) in enumerate(pieces):

@@ -194,9 +194,9 @@ class _Sequence(torch.autograd.Function):
 
 def _walker(path: str, count: int) -> ModuleType:
     """Where ``forward`` and ``backward`` of one recurrence are, or of several beside or above one another."""
-    from . import sides, stack
+    from . import sides, wavefront
 
-    return walk if count == 1 else stack if path == "stack" else sides
+    return walk if count == 1 else wavefront if path == "stack" else sides
 
 
 def differentiable_gradients(

@@ -103,10 +103,12 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
         form, prepared, matrix, h, c, small, sides.extras_of(extras), keep == walk.ALL, most
     )
     hist, h_n, c_n, *kept = found
+    sides.project(setting, each[0], there(each[0][0]), summed[0], prepared[0], statistics[0])
     for part, pieces in launches(len(each), steps, most, False):
         for layer, begin, end in pieces:
-            x = _input_of(layer, each, hist, begin, end)
-            sides.project(setting, each[layer], x, *(t[layer, begin:end] for t in (summed, prepared, statistics)))
+            if layer > 0:
+                x = _input_of(layer, each, hist, begin, end)
+                sides.project(setting, each[layer], x, *(t[layer, begin:end] for t in (summed, prepared, statistics)))
         walking.go(part)
     summed, kept_x = walk.kept_sides(setting, summed, prepared, keep)
     bound = statistics.new_empty(0) if matrix.most is None else matrix.most
@@ -135,7 +137,9 @@ def backward(
     for part, pieces in launches(len(each), steps, most, True):
         walking.go(part)
         for piece in pieces:
-            way.passed(piece, d_out)
+            if piece.layer > 0:
+                way.passed(piece, d_out)
+    way.passed(Piece(0, 0, steps), d_out)
     gradients: list[Tensor | Product | None] = []
     for layer, own_extras in enumerate(sides.of_each(extras, len(EXTRAS))):
         x = _input_of(layer, each, hist, 0, steps)
@@ -171,7 +175,7 @@ class Descent:
         self.small: list[list[Tensor]] = [[] for _ in each]  # of each layer's gain and biases of W_x x, part by part
 
     def passed(self, piece: Piece, d_out: Tensor) -> None:
-        """A piece was walked: its gradients go to W_x x and, but for the lowest layer, to the output below."""
+        """Steps were walked: their gradients go to W_x x and, but for the lowest layer, to the output below."""
         layer, begin, end = piece
         here, tensors = (layer, slice(begin, end)), self.each[layer]
         if self.form.site == "sum":
