@@ -8,8 +8,8 @@ of an upper layer is the mask that its input, the output of the layer below, is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,7 +23,8 @@ from .launch import Found, Part
 from .plans import OVERRIDE, at_once
 from .precision import Matrix, Product, as_cudnn_multiplies, matrix_gradient
 
-OVERHEAD = 8  # steps' time that a launch and the products around it cost: a guess, to be measured
+OVERHEAD = 5  # steps' time that a launch and the products around it cost: counted, still to be measured
+MOST_PARTS = 64
 
 
 class Piece(NamedTuple):
@@ -34,10 +35,17 @@ class Piece(NamedTuple):
     end: int
 
 
-def count_of_parts(steps: int, layers: int) -> int:
-    """With n parts a pass takes (n + layers - 1) (steps / n + overhead): least at the root of this."""
-    best = math.sqrt(steps * (layers - 1) / OVERHEAD)
-    return int(OVERRIDE.get("parts_of_stack") or max(1, min(steps, round(best))))
+def count_of_parts(steps: int, layers: int, most: int) -> int:
+    """So many that the launches, their steps and what is between them take least."""
+    return int(OVERRIDE.get("parts_of_stack") or _best_count(steps, layers, most))
+
+
+@cache
+def _best_count(steps: int, layers: int, most: int) -> int:
+    def cost(parts: int) -> float:
+        return sum(1 for _ in schedule(layers, parts, most)) * (steps / parts + OVERHEAD)
+
+    return min(range(1, min(steps, MOST_PARTS) + 1), key=cost)
 
 
 def schedule(layers: int, parts: int, most: int) -> Iterator[list[tuple[int, int]]]:
@@ -65,7 +73,7 @@ def _even(picked: Sequence[tuple[int, int]]) -> bool:
 
 def launches(layers: int, steps: int, most: int, backward: bool) -> Iterator[tuple[Part, list[Piece]]]:
     """What is walked, launch after launch."""
-    span = -(-steps // count_of_parts(steps, layers))
+    span = -(-steps // count_of_parts(steps, layers, most))
     parts = -(-steps // span)
     for picked in schedule(layers, parts, most):
         if backward:
