@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lamina
-from lamina.kernels import fused, interpreted, plans, precision
+from lamina.kernels import fused, interpreted, launch, plans, precision
 from lamina.reference import SequenceResult
 from tests.cases import cast, gradients, leaves
 from tests.test_sequence import FUSED, problem
@@ -155,7 +155,8 @@ def test_the_answer_says_why_not(device):
 def _as_on_an_h200(monkeypatch):
     monkeypatch.setattr(plans, "processors", lambda device: 132)
     monkeypatch.setattr(plans, "shared_memory", lambda device: 227 * 1024 - plans.RESERVED)
-    monkeypatch.setattr(plans, "memory_of_two", lambda device: 113 * 1024 - plans.RESERVED)
+    beside = {1: 227, 2: 113, 3: 99}  # KiB; of the last less is left to the compiler
+    monkeypatch.setattr(plans, "memory_beside", lambda device, n: beside[n] * 1024 - plans.RESERVED)
     monkeypatch.setattr(plans, "interpreted", lambda: False)
 
 
@@ -177,4 +178,17 @@ def test_plans_of_two(backward):
     assert (small.rows, small.groups) == (8, 1)
     alone = plans.plan_together(4, 512, 64, 2, cpu, backward, 1)
     assert large is not None
-    assert large == alone  # two programs on a multiprocessor
+    assert large == dataclasses.replace(alone, residents=2)
+
+
+@pytest.mark.usefixtures("_as_on_an_h200")
+def test_a_third_program_is_for_tuners(monkeypatch):
+    """Backward has room for it, forward has not: the operand of all units lies beside the weights."""
+    cpu, given = torch.device("cpu"), (4, 512, 64, 2)
+    assert [plans.plan_together(*given, cpu, backward, 3) for backward in (False, True)] == [None, None]
+    monkeypatch.setitem(plans.OVERRIDE, "residents", 3)
+    there, back = (plans.plan_together(*given, cpu, backward, 3) for backward in (False, True))
+    assert there is None
+    assert back is not None
+    assert (back.rows, back.residents) == (16, 3)
+    assert launch._options(back)["maxnreg"] == 168

@@ -49,6 +49,8 @@ def _options(cut: Plan) -> dict[str, Any]:
     if cut.members > 1:
         # The driver refuses a launch whose programs cannot all be on the device at once: no hang.
         options["launch_cooperative_grid"] = True
+    if cut.residents > 2:  # two programs of 4 warps have all the registers that a thread can name
+        options["maxnreg"] = 65536 // (cut.residents * cut.warps * 32) // 8 * 8
     return options
 
 

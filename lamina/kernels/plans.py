@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ RESERVED = 28 * 1024  # bytes of shared memory that are left to the compiler
 OVERRIDE: dict[str, Any] = {}  # fields of a plan that a tuner tries
 # Rows of a tile: as few as groups allow, since each step's work is by rows; with more, the cell's registers spill.
 FEWEST_ROWS, MOST_ROWS = 8, 32
+RESIDENTS = 2  # programs of a multiprocessor, at most, where recurrences share a launch; three are to be tried
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Plan:
     groups: int
     chunk: int  # of the contraction (forward) or of the outputs (backward)
     warps: int
+    residents: int = 1  # programs of a multiprocessor
 
 
 def processors(device: torch.device) -> int:
@@ -44,12 +46,17 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", hopper)) - RESERVED
 
 
-def memory_of_two(device: torch.device) -> int:
-    """The same for programs of which two share a multiprocessor."""
+def memory_beside(device: torch.device, residents: int) -> int:
+    """The same for programs of which several share a multiprocessor.
+
+    Where three do, no more is left to the compiler than it takes for plans of 16 rows.
+    """
+    if residents == 1:
+        return shared_memory(device)
     if device.type != "cuda":
         return 2**40
     whole = int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
-    return whole // 2 - 1024 - RESERVED  # a program takes 1 KiB for itself
+    return whole // residents - 1024 - (RESERVED if residents == 2 else 4096)  # a program takes 1 KiB for itself
 
 
 def plan(gates: int, hidden: int, batch: int, size: int, programs: int, memory: int, backward: bool) -> Plan | None:
@@ -84,19 +91,17 @@ def plan_together(
 ) -> Plan | None:
     """The plan of each of several recurrences that share a launch; None where the device does not hold them all.
 
-    Each on processors of its own, with tiles as small as if it were alone; or two programs on a multiprocessor, of
-    which one computes while the other waits. That takes 4 warps: 8 of them may need all registers.
+    Each on processors of its own, or where tiles are smaller then, several programs on a multiprocessor, of which one
+    computes while the others wait. That takes 4 warps a program: 8 of them may need all registers.
     """
-    programs, memory = processors(device), shared_memory(device)
-    alone = plan(gates, hidden, batch, size, programs, memory, backward)
-    if alone is None or (sides == 1 and not OVERRIDE.get("beside")):  # a tuner may try two for one recurrence
-        return alone
-    apart = plan(gates, hidden, batch, size, max(1, programs // sides), memory, backward)
-    beside = plan(gates, hidden, batch, size, max(1, 2 * programs // sides), memory_of_two(device), backward)
-    apart, beside = (p if p is not None and _one_launch(p, batch) else None for p in (apart, beside))
-    if beside is None or beside.warps > 4 or (apart is not None and apart.rows <= beside.rows):
-        return apart
-    return beside
+    programs, most = processors(device), OVERRIDE.get("residents", RESIDENTS if sides > 1 else 1)
+    found = []
+    for residents in range(1, most + 1):
+        share, memory = max(1, residents * programs // sides), memory_beside(device, residents)
+        cut = plan(gates, hidden, batch, size, share, memory, backward)
+        if cut is not None and (residents == 1 or cut.warps <= 4) and (sides == 1 or _one_launch(cut, batch)):
+            found.append(replace(cut, residents=residents))
+    return min(found, key=lambda cut: (cut.rows, cut.residents), default=None)
 
 
 def _one_launch(cut: Plan, batch: int) -> bool:
@@ -107,21 +112,22 @@ def together(request: Request, sides: int) -> int:
     """How many of ``sides`` recurrences like this one can share a launch; 1 if each needs its own."""
     gates = 1 if request.cell == "RNN" else 4
     size = 2 if halves(request.dtype, request.nonlinearity) else _operand_size(request.dtype)
-    return _together(gates, request.hidden, request.batch, size, request.device, sides, tuple(OVERRIDE.items()))
+    given = gates, request.hidden, request.batch, size, request.device, sides
+    return min(_together(*given, backward, tuple(OVERRIDE.items())) for backward in (False, True))
 
 
-def at_once(form: Form, hidden: int, batch: int, weight: Tensor, sides: int) -> int:
-    """The same for recurrences of a form, with matrices like this one."""
-    size = _operand_size(weight.dtype)
-    return _together(form.padded_gates, hidden, batch, size, weight.device, sides, tuple(OVERRIDE.items()))
+def at_once(form: Form, hidden: int, batch: int, weight: Tensor, sides: int, backward: bool) -> int:
+    """The same one way, for recurrences of a form, with matrices like this one."""
+    given = form.padded_gates, hidden, batch, _operand_size(weight.dtype), weight.device, sides
+    return _together(*given, backward, tuple(OVERRIDE.items()))
 
 
 @cache
 def _together(
-    gates: int, hidden: int, batch: int, size: int, device: torch.device, sides: int, override: object
+    gates: int, hidden: int, batch: int, size: int, device: torch.device, sides: int, backward: bool, override: object
 ) -> int:
     for count in range(min(sides, OVERRIDE.get("at_once", sides)), 1, -1):
-        if all(plan_together(gates, hidden, batch, size, device, back, count) for back in (False, True)):
+        if plan_together(gates, hidden, batch, size, device, backward, count):
             return count
     return 1
 

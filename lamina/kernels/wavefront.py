@@ -104,7 +104,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     matrix = sides.matrices([rows.matrix(there(t[4]), normed, setting.factors == "half") for t in each])
     summed, prepared, statistics = sides.empty_input_side(setting, each)
     steps, batch, width = prepared.shape[1:]
-    most = at_once(form, width // form.gates, batch, matrix.values, len(each))
+    most = at_once(form, width // form.gates, batch, matrix.values, len(each), False)
     h, c = (sides.stacked([t[at] for t in each]) for at in (1, 2))
     small = sides.small_of([walk.inner(form, t) for t in each])
     walking, found = launch.forward_walk(
@@ -135,7 +135,7 @@ def backward(
     matrix = Matrix(values, hist.dtype, bound if bound.numel() else None)
     inner = [walk.inner(form, t) for t in each]
     steps, batch, width = prepared.shape[1:]
-    most = at_once(form, width // form.gates, batch, values, len(each))
+    most = at_once(form, width // form.gates, batch, values, len(each), True)
     d_out, (d_h, d_c) = _arriving(hist, grads[0]), (None if g is None else g.contiguous() for g in grads[1:])
     walking, found = launch.backward_walk(
         form, prepared, matrix, sides.stacked([t[1] for t in each]), sides.small_of(inner), sides.extras_of(extras),
