@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -67,8 +67,8 @@ class Part:
 
     def arguments(self) -> dict[str, int]:
         return {
-            "sides": self.sides, "place": self.place, "place_step": self.place_step, "begin": self.begin,
-            "lag": self.lag, "span": self.steps,
+            "place": self.place, "place_step": self.place_step, "begin": self.begin, "lag": self.lag,
+            "span": self.steps,
         }  # fmt: skip
 
 
@@ -84,24 +84,31 @@ class Walk:
     cut: Plan
     words: int  # of 64 bits, each group's for its exchange
     arguments: dict[str, Any]
+    spaces: dict[int, Tensor] = field(default_factory=dict)  # for exchanges, by the first tile of a launch
 
     def go(self, part: Part = ALL) -> None:
         """One launch for as many tiles of rows as the device holds groups; groups do not wait for one another."""
-        x, weight = self.arguments["x"], self.arguments["weight"]
-        *stacked, steps, batch, width = x.shape
-        half = weight.dtype != self.arguments["hist"].dtype
-        constants = _constants(
-            self.form, self.cut, width // self.form.gates, precision(weight.dtype), half, not interpreted(),
-            bool(stacked),
-        )  # fmt: skip
-        tiles = -(-batch // self.cut.rows)
+        *stacked, steps, batch, width = self.arguments["x"].shape
+        places, tiles = stacked[0] if stacked else 1, -(-batch // self.cut.rows)
+        constants = self._choices(width // self.form.gates, bool(stacked))
         for first in range(0, tiles, self.cut.groups):
             groups = min(self.cut.groups, tiles - first)
-            count = groups * part.sides
-            space = torch.zeros(count * self.words, dtype=torch.int64, device=x.device)  # no exchange's number
-            counts = {"T": steps, "B": batch, "groups": groups, "first": first, "exchange": space}
+            counts = {"T": steps, "B": batch, "groups": groups, "first": first, "sides": places}
             given = {**constants, **self.arguments, **part.arguments(), **counts}
-            start(self.kernel, (count * self.cut.members,), given, _options(self.cut))
+            given["exchange"] = self._space(first, groups * places)
+            start(self.kernel, (groups * part.sides * self.cut.members,), given, _options(self.cut))
+
+    def _choices(self, hidden: int, stacked: bool) -> dict[str, Any]:
+        weight = self.arguments["weight"]
+        half = weight.dtype != self.arguments["hist"].dtype
+        return _constants(self.form, self.cut, hidden, precision(weight.dtype), half, not interpreted(), stacked)
+
+    def _space(self, first: int, groups: int) -> Tensor:
+        """All 0 at first, which is no exchange's number; the parts of a pass go on in it."""
+        if first not in self.spaces:
+            device = self.arguments["x"].device
+            self.spaces[first] = torch.zeros(groups * self.words, dtype=torch.int64, device=device)
+        return self.spaces[first]
 
 
 def _statistics(form: Form) -> int:

@@ -20,7 +20,8 @@ STACKED: several recurrences of one form share a launch, each a *side*: the dire
 another. Sides wait for nobody but themselves. Their tensors lie stacked on a first axis, of which side k has the place
 ``place + k * place_step``. A launch may walk a part of the steps, ``span`` of them, for side k from
 ``begin - k * lag`` on, so that layers can follow each other at a distance. A part begins with what the one before has
-left: the states in hist, c_hist and, unrounded, h_last; backward what is in d_first and shares.
+left: the states in hist, c_hist and, unrounded, h_last; backward what is in d_first and shares. Exchanges go on
+counting in the same words, of which each of the ``sides`` places has its own.
 
 Backward. dL/dh' = W~' (rstd (dy - x^ s)): the row's scalar s is known only after all members met, so it is applied
 after the product, with Q = W~' x^ prepared for all steps at once; the mean term dies because W~ is centred.
@@ -226,15 +227,17 @@ def forward_kernel(
     step_gates, step_units = wide(B) * G * H, wide(B) * H
     seen_rows = tl.minimum(rows, B - 1)  # rows beyond the batch wait for what comes
     NSTAT: tl.constexpr = (NS if SITE != NOWHERE else 0) + (2 if CELL_NORM else 0)
-    all_groups = groups * sides if STACKED else groups
-    sums_turn, moments_turn = all_groups * P * NS * BM, all_groups * P * 2 * BM
-    sums = exchange + group * P * NS * BM
-    moments = exchange + 2 * sums_turn + group * P * 2 * BM
+    all_groups, seat = groups, group
     start, end = 0, T
     if STACKED:
         start = begin - (group // groups) * lag
         end = tl.minimum(start + span, T)
         at_side = wide(place + (group // groups) * place_step)
+        all_groups, seat = groups * sides, (place + (group // groups) * place_step) * groups + group % groups
+    sums_turn, moments_turn = all_groups * P * NS * BM, all_groups * P * 2 * BM
+    sums = exchange + seat * P * NS * BM
+    moments = exchange + 2 * sums_turn + seat * P * 2 * BM
+    if STACKED:
         x, xhat, stats = x + at_side * T * step_gates, xhat + at_side * T * step_gates, stats + at_side * T * NSTAT * B
         hist, c_hist = hist + at_side * (T + 1) * step_units, c_hist + at_side * (T + 1) * step_units
         weight, gain, bias = weight + at_side * G * H * H, gain + at_side * G * H, bias + at_side * G * H
@@ -603,19 +606,21 @@ def backward_kernel(
     RAW_C: tl.constexpr = (not CARRY) and (not HAS_KEEP_C)  # what c_hist holds is the cell's c
     WIDE: tl.constexpr = (weight.dtype.element_ty == tl.float32) & (PRECISION != "tf32")  # float32 is kept whole
     TILE: tl.constexpr = BU * BM if WIDE else BU * BM // 2  # 64 bits each
-    all_groups = groups * sides if STACKED else groups
-    cell_turn, sums_turn = all_groups * P * 2 * BM, all_groups * P * NS * BM
-    shares_turn = wide(all_groups) * P * P * TILE
-    cell_sums = exchange + group * P * 2 * BM
-    sums = exchange + 2 * cell_turn + group * P * NS * BM
-    # This member's share for member m lies at [m, member]; what is meant for it, at [member, *].
-    travelling = exchange + 2 * (cell_turn + sums_turn) + wide(group) * P * P * TILE
+    all_groups, seat = groups, group
     start, end = 0, T
     FIRSTS: tl.constexpr = (2 if CELL == LSTM else 1) * (2 if HAS_RESETS else 1)  # of tensors that are stacked
     if STACKED:
         start = begin - (group // groups) * lag
         end = tl.minimum(start + span, T)
         at_side = wide(place + (group // groups) * place_step)
+        all_groups, seat = groups * sides, (place + (group // groups) * place_step) * groups + group % groups
+    cell_turn, sums_turn = all_groups * P * 2 * BM, all_groups * P * NS * BM
+    shares_turn = wide(all_groups) * P * P * TILE
+    cell_sums = exchange + seat * P * 2 * BM
+    sums = exchange + 2 * cell_turn + seat * P * NS * BM
+    # This member's share for member m lies at [m, member]; what is meant for it, at [member, *].
+    travelling = exchange + 2 * (cell_turn + sums_turn) + wide(seat) * P * P * TILE
+    if STACKED:
         x, xhat, stats = x + at_side * T * step_gates, xhat + at_side * T * step_gates, stats + at_side * T * NSTAT * B
         hist, c_hist = hist + at_side * (T + 1) * step_units, c_hist + at_side * (T + 1) * step_units
         weight, gain, bias = weight + at_side * G * H * H, gain + at_side * G * H, bias + at_side * G * H
@@ -681,9 +686,10 @@ def backward_kernel(
         at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units, CELL, SITE, CELL_NORM, RAW_C, RELU,
         HAS_RESETS, HAS_D_OUT, GP, NS, NSTAT, BU, BM)  # fmt: skip
 
+    earlier = T - end if STACKED else 0  # steps of the parts behind: exchanges go on counting
     for done in tl.range(0, end - start, num_stages=1):
         t = end - 1 - done
-        turn = done % 2
+        turn = (done + earlier) % 2
         dh += dh_here
         direct, direct_c = zero, zero
         if HAS_LENGTHS:
@@ -712,7 +718,7 @@ def backward_kernel(
                 sum_bias_cell += d_seen
                 d_centred = rounded(d_seen, own_gain)
                 mine = tl.reshape(tl.sum(tl.join(d_centred, rounded(d_centred, centred)), 0), (2 * BM,))
-                total = _summed_over_members(cell_sums + turn * cell_turn, mine, member, done + 1, P, P2, 2 * BM,
+                total = _summed_over_members(cell_sums + turn * cell_turn, mine, member, done + 1 + earlier, P, P2, 2 * BM,
                                              SOLO, SPIN, WARPS)  # fmt: skip
                 plain, along = tl.split(tl.reshape(total * (1.0 / H), (BM, 2)))
                 along = along * std_correction(rstd, eps, STD)
@@ -746,7 +752,9 @@ def backward_kernel(
             s = _row_sums(dy3, normed, SPLIT, GP, BU, BM)
             scale = std_correction(inverse, eps, STD) * one
             if DEFER:
-                tl.store(sums + turn * sums_turn + member * (NS * BM) + tl.arange(0, NS * BM), word(s, done + 1))
+                tl.store(
+                    sums + turn * sums_turn + member * (NS * BM) + tl.arange(0, NS * BM), word(s, done + 1 + earlier)
+                )
             else:  # a member that is alone has the sums: nothing is left for after the product, where terms may cancel
                 along = _for_gates(tl.reshape(s, (NS, BM)) * scale, SPLIT, GP, BM)
                 each = tl.where((gates < G)[:, None, None] & unit_ok[None, :, None], 1.0, 0.0)
@@ -765,7 +773,7 @@ def backward_kernel(
         to = travelling + turn * shares_turn + member * TILE
         for part in tl.static_range(NK):
             result = tl.dot(w[part], operand, input_precision=PRECISION)
-            _send_shares(to, result, down, done + 1, part * K, K, P, BU, BM, WIDE, HALF, SPIN)
+            _send_shares(to, result, down, done + 1 + earlier, part * K, K, P, BU, BM, WIDE, HALF, SPIN)
 
         # While the others arrive: what nobody waits for, and the step before.
         tl.store(d_y + t * step_gates + at_gates, d_step.to(d_y.dtype.element_ty), mask=own_gates)
@@ -781,7 +789,7 @@ def backward_kernel(
         if SOLO:
             tl.debug_barrier()  # what other threads of this program have stored is there
         dh = _gathered(travelling + turn * shares_turn + wide(member) * P * TILE, sums + turn * sums_turn,
-                       q + t * step_units, T * step_units, scale, drop, rows, units, own, done + 1, H, P, DEFER, SPLIT,
+                       q + t * step_units, T * step_units, scale, drop, rows, units, own, done + 1 + earlier, H, P, DEFER, SPLIT,
                        HAS_DROP, NS, NQ, BU, BM, P2, PC, WIDE, SPIN, WARPS)  # fmt: skip
         dh += direct
         if HAS_RESETS:
