@@ -83,7 +83,8 @@ def run_stack(calls: Sequence[Recurrence], masks: Sequence[Tensor | None]) -> tu
     valid = _valid(first)
     tensors = tensors_of(first, valid)
     for call, mask in zip(calls[1:], masks, strict=True):
-        tensors += [None if mask is None else mask.contiguous(), *tensors_of(call, None)[1:]]
+        little = replace(call, input=call.input[:1, :1])  # nothing of its size is made
+        tensors += [None if mask is None else mask.contiguous(), *tensors_of(little, None)[1:]]
     extras = [t for call in calls for t in extras_of(call)]
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     keep = walk.ALL if train else walk.NOTHING
