@@ -3,8 +3,9 @@
     python benchmarks/speed.py --op layer_norm --out results/bench-norm.json
 
 Useful traffic is what must be read and written: forward 2 tensors, backward 3. Times are of the device, of launches one
-after another; "call" is the wall clock of a call of forward and backward from Python, which at small sizes is the
-host's. A case is timed only after its result and gradients were compared with the float64 reference.
+after another; "calls" are the wall clock of a forward and of a backward call from Python, which at small sizes is the
+host's, "call" is both together. A case is timed only after its result and gradients were compared with the float64
+reference.
 """
 
 from __future__ import annotations
@@ -108,25 +109,25 @@ def measure(dtype: str, shape: tuple[int, int], rounds: int, compiled: Callable[
         raise RuntimeError(f"{dtype} {shape}: error {ours:.2g}, reference {plain:.2g}: not timed")
     ready = contenders(x, gain, bias, d, compiled)
     spare = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
-    times: dict[str, list[list[float]]] = {name: [[], [], []] for name in ready}
+    times: dict[str, list[list[float]]] = {name: [[], [], [], []] for name in ready}
     for turn in range(rounds + 2):
         for name in random.sample(list(ready), len(ready)):
             forth, back = ready[name]
-            found = [microseconds(forth, spare), microseconds(back, spare), 0.0]
-            if name != COPY:
-                found[2] = wall(lambda forth=forth: forth()) + wall(lambda back=back: back())
+            found = [microseconds(step, spare) for step in (forth, back)]
+            found += [0.0 if name == COPY else wall(step) for step in (forth, back)]
             if turn > 1:
                 for values, value in zip(times[name], found):
                     values.append(value)
     bytes_ = x.numel() * x.element_size()
     row: dict[str, Any] = {"dtype": dtype, "shape": list(shape), "error": ours, "error_of_reference": plain,
                            "microseconds": times, "gigabytes_per_second": {}}  # fmt: skip
-    for name, (forth, back, call) in times.items():
-        both = [statistics.median(v) for v in (forth, back)]
+    for name, values in times.items():
+        *both, forth, back = map(statistics.median, values)
         row["gigabytes_per_second"][name] = [
             2 * bytes_ / both[0] / 1e3, (2 if name == COPY else 3) * bytes_ / both[1] / 1e3
         ]  # fmt: skip
-        row.setdefault("call", {})[name] = statistics.median(call)
+        row.setdefault("calls", {})[name] = [forth, back]
+        row.setdefault("call", {})[name] = forth + back
     return row
 
 

@@ -114,11 +114,12 @@ def check_kind(layer: str, input: object, parameter: Tensor | None, *, half_inpu
 
 
 def transformed(*tensors: Tensor) -> bool:
-    """Whether any tensor is inside a ``torch.func`` transform, or carries a forward-mode tangent."""
+    """Whether a ``torch.func`` transform is at work, if only on other tensors, or forward-mode differentiation."""
     if torch.compiler.is_compiling():
         return False
-    wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
-    return wrapped or torch.autograd.forward_ad._current_level >= 0
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
 
 
 def watched(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from . import opaque, reference
 from .checks import autocast_dtype, describe, epsilon, fail, one_of, readable, transformed, watched
-from .kernels import Choice, Request, choose, is_small_norm
+from .kernels import Choice, Request, choose, is_small_norm, norm
 from .placements import GATES, STATES, resolve
 from .reference import ACTIVATIONS, EPS_MODES, CellWeights, LSTMState, Masks, Moments, Recurrence, SequenceResult
 
@@ -44,6 +44,10 @@ def layer_norm(
         quick = quick_layer_norm(input, normalized_shape, weight, bias, eps, eps_mode)
         if quick is not None:
             return quick
+    if backend == "triton" or (backend == "auto" and not is_small_norm(input, eps, eps_mode)):
+        known = norm.again(input, normalized_shape, weight, bias, eps, eps_mode, activation, residual, backend)
+        if known is not None:
+            return known[0] if residual is None else known
     shape = tuple(normalized_shape)
     _check_layer_norm(input, shape, weight, bias, eps, eps_mode)
     _check_around(input, activation, residual)
@@ -51,9 +55,7 @@ def layer_norm(
     if backend != "auto" or not is_small_norm(input, eps, eps_mode):
         chosen = choose(norm_request(input, shape, eps, eps_mode, weight, residual), backend).backend
     if chosen == "triton":
-        from .kernels import norm
-
-        found, total = norm.run(input, shape, weight, bias, eps, eps_mode, activation, residual)
+        found, total = norm.run(input, shape, weight, bias, eps, eps_mode, activation, residual, backend)
         return found if residual is None else (found, total)
     if chosen == "reference":
         return reference.layer_norm(

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lamina.kernels import cell, forms, fused, launch, layer_norm, norm, plans, precision, rows, steps
+from lamina.kernels import cell, forms, fused, launch, layer_norm, norm, plans, precision, prepared, rows, steps
 from tests.cases import cast, random_call
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -51,7 +51,7 @@ def start(kernel, grid, arguments, options) -> None:
 
 def without_a_gpu() -> None:
     """Launches become compilations; the device is as large as an H200."""
-    for module in (cell, launch, layer_norm, rows, steps):
+    for module in (cell, launch, layer_norm, prepared, rows, steps):
         module.start = start
         if hasattr(module, "processors"):
             module.processors = lambda device: 132

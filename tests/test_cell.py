@@ -13,7 +13,7 @@ import torch
 import lamina
 from lamina import reference
 from lamina.kernels import cell as cells
-from lamina.kernels import cell_launch, cell_product, forms, fused, interpreted, plans
+from lamina.kernels import cell_product, forms, fused, interpreted, plans, prepared
 from tests.cases import EVERY, assert_same, cast, everything, leaves, random_call
 from tests.test_sequence import assert_as_good, problem
 
@@ -167,32 +167,35 @@ def test_float32_that_keeps_its_digits_is_the_librarys(device, monkeypatch):
 # Launches past Triton's look at their arguments.
 
 
-@pytest.fixture
-def launches(device, monkeypatch):
+def noted_launches(device, monkeypatch):
     """Whether each went the quick way. Without a GPU the interpreter stands for compiled kernels, given addresses."""
-    ways, live, nobody = [], {}, types.SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
-    quickly = cell_launch.Launch.quickly
+    ways, live, nobody = [], [], types.SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
+    quickly = prepared.Launch.quickly
 
     def noted(launch, tensors):
-        live.clear()
-        live.update({t.data_ptr(): t for t in tensors if t is not None})
+        live[:] = tensors
         ways.append(quickly(launch, tensors))
         return ways[-1]
 
     def learn(launch, tensors):
         def run(x, y, z, stream, function, metadata, told, enter, leave, *values):
-            tensors = [live.get(v) for v in values[: len(launch.names)]]
-            launch.kernel[x, y, z](*tensors, *values[len(launch.names) :])
+            assert [*values[: len(live)]] == [0 if t is None else t.data_ptr() for t in live]
+            launch.kernel[x, y, z](*live, *values[len(live) :])
 
-        launch._compiled = run, None, None, nobody
+        launch.code.ready = run, None, None, nobody
 
-    monkeypatch.setattr(cell_launch.Launch, "quickly", noted)
+    monkeypatch.setattr(prepared.Launch, "quickly", noted)
     if device.type != "cuda":
-        monkeypatch.setattr(cell_launch.Launch, "learn", learn)
+        monkeypatch.setattr(prepared.Launch, "learn", learn)
         for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
             monkeypatch.setattr(torch._C, name, lambda *index: None, raising=False)
+    return ways
+
+
+@pytest.fixture
+def launches(device, monkeypatch):
     cells._kind.cache_clear()
-    yield ways
+    yield noted_launches(device, monkeypatch)
     cells._kind.cache_clear()
 
 
@@ -215,7 +218,7 @@ def test_addresses_and_hooks_decide_whether_a_launch_is_quick(device, launches, 
         aside = torch.empty(13, device=device)[1:].view(3, 4).copy_(x)  # 4 bytes past a multiple of 16
         assert torch.equal(cell(aside, h), want)
         assert launches[4:] == [False, True]
-        monkeypatch.setattr(cell_launch, "_hooked", lambda runtime: True)
+        monkeypatch.setattr(prepared, "_hooked", lambda runtime: True)
         assert torch.equal(cell(x, h), want)
         assert launches[6:] == [False, False]
 

@@ -305,6 +305,18 @@ def test_vmap_over_an_ensemble_of_weights(row):
     assert_same([got], [want])
 
 
+@pytest.mark.parametrize("layer", [lamina.LayerNorm(6), lamina.LSTM(6, 5), lamina.GRUCell(6, 5)], ids=repr)
+def test_transforms_of_something_else(layer):
+    """A layer on tensors that a transform does not look at, inside the function it looks at."""
+    x, other = torch.randn(3, 6), torch.randn(4)
+
+    def both(a):
+        found = layer(x)
+        return a.sum() + (found[0] if isinstance(found, tuple) else found).sum().detach()
+
+    torch.testing.assert_close(grad(both)(other), torch.ones(4))
+
+
 def test_vmap_over_cases_and_lengths():
     layer = lamina.GRU(3, 5, dtype=torch.float64)
     x, lengths = torch.randn(6, 4, 3, dtype=torch.float64), torch.tensor([4, 2, 1, 3, 4, 2])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lamina
 from lamina import functional, reference
-from lamina.kernels import interpreted, is_small_norm
+from lamina.kernels import interpreted, is_small_norm, prepared
+from tests.test_cell import noted_launches
 
 pytest.importorskip("triton")
 if not interpreted() and not torch.cuda.is_available():
@@ -108,15 +111,22 @@ def test_epsilons(eps, eps_mode):
     assert_as_good(torch.float32, 2, (6,), 20, eps=eps, eps_mode=eps_mode)
 
 
+def forget():
+    """All that is known of kinds of calls and their launches."""
+    kernels.cut.cache_clear()
+    kernels._code.cache_clear()
+    norm._known.clear()
+
+
 @pytest.fixture
 def _in_pieces(monkeypatch):
     """Rows that do not fit, of any length here."""
     monkeypatch.setattr(kernels, "WIDEST", 8)
     monkeypatch.setattr(kernels, "WIDEST_BACK", 8)
     monkeypatch.setattr(kernels, "PIECE", 16)
-    kernels.cut.cache_clear()
+    forget()
     yield
-    kernels.cut.cache_clear()
+    forget()
 
 
 @pytest.mark.usefixtures("_in_pieces")
@@ -148,11 +158,15 @@ def test_any_problem(rows, width, gain, bias, residual, activation, seed):
 def test_any_leading_shape_axes_and_strides():
     assert_as_good(torch.float32, 2, (2, 3, 4), (5, 6))
     assert_as_good(torch.float32, 2, (), 19)
-    base = torch.randn(6, 4, 40, device=DEVICE)
+    base = torch.randn(6, 4, 40, device=DEVICE, requires_grad=True)
     for x in (base[..., :24], base.transpose(0, 1), base[::2, 1:], base[..., ::2], base[:, :1].expand(6, 4, 40)):
         for residual in (None, x.flip(0)):
             got, want = (run(x, x.shape[-1:], residual=residual) for run in (by_kernel, by_reference))
             torch.testing.assert_close(got, want)
+            d = torch.randn(x.shape, device=DEVICE)
+            outs = (got, want) if residual is None else (got[0], want[0])
+            grads = [torch.autograd.grad(out, base, d, retain_graph=True) for out in outs]
+            torch.testing.assert_close(*grads)
 
 
 def test_parameters_whose_numbers_lie_apart():
@@ -220,6 +234,171 @@ def test_same_bits_every_time():
     problem = Problem((50,), 40, residual=True, activation="gelu")
     first, second = (problem.found(torch.float32, by_kernel) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# Calls like one before.
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Whether each went the quick way."""
+    forget()
+    yield noted_launches(torch.device(DEVICE), monkeypatch)
+    forget()
+
+
+FORMS = [
+    {}, {"residual": True, "activation": "silu"}, {"gain": False, "eps_mode": "std"}, {"bias": False},
+    {"gain": False, "bias": False},
+]  # fmt: skip
+
+
+def assert_quick_the_second_time(launches, dtype, *given, **more):
+    problem = Problem(*given, **more)
+    first, again = (problem.found(dtype, by_kernel) for _ in range(2))
+    half = len(launches) // 2
+    assert launches == [False] * half + [True] * half
+    for name in first:
+        assert torch.equal(first[name], again[name]), name
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_quick_launches_give_the_same_bits(dtype, form, launches):
+    assert_quick_the_second_time(launches, dtype, (2, 5), 33, **form)
+
+
+@pytest.mark.usefixtures("_in_pieces")
+@pytest.mark.parametrize("form", FORMS[:2], ids=str)
+def test_quick_launches_for_rows_in_pieces(form, launches):
+    assert_quick_the_second_time(launches, torch.float32, (5,), 33, **form)
+
+
+def test_other_numbers_of_rows_need_no_other_code(launches):
+    problems = {rows: Problem((rows,), 33) for rows in (3, 50, 128, 1)}
+    found = {rows: problem.found(torch.float32, by_kernel) for rows, problem in problems.items()}
+    assert launches == [False] * 3 + [True] * 9
+    for rows, problem in problems.items():
+        forget()
+        want = problem.found(torch.float32, by_kernel)
+        assert all(torch.equal(found[rows][name], want[name]) for name in want), rows
+
+
+def different_calls():
+    """That are told apart by one thing each: of x, gain, bias, residual and the form."""
+    wide, other = (torch.randn(6, 48, device=DEVICE) for _ in range(2))
+    x, aside = wide[:, :24].contiguous(), torch.empty(145, device=DEVICE)[1:].view(6, 24)
+    gain, bias = torch.randn(2, 24, device=DEVICE)
+    usual = {"x": x, "gain": gain, "bias": bias, "residual": None, "eps": 1e-5, "eps_mode": "var", "activation": None}
+    changes = (
+        {}, {"x": wide[:, :24]}, {"x": wide[:, ::2]}, {"x": aside.copy_(x)}, {"x": x.view(2, 3, 24)}, {"x": x[:5]},
+        {"x": x.bfloat16()}, {"x": x.bfloat16(), "gain": gain.bfloat16()}, {"gain": other[0, ::2]}, {"gain": None},
+        {"bias": None}, {"bias": bias.half()}, {"residual": x}, {"residual": other[:, :24]}, {"eps": 0.5},
+        {"eps": 0.5, "eps_mode": "std"}, {"activation": "relu"}, {"activation": "identity"},
+        {"x": wide[:, :1].contiguous(), "gain": gain[:1], "bias": bias[:1]},
+    )  # fmt: skip
+    return [usual | change for change in changes]
+
+
+def served(run, call):
+    shape = call["x"].shape[-1:]
+    return run(call["x"], shape, *(call[n] for n in ("gain", "bias", "eps", "eps_mode", "activation", "residual")))
+
+
+def test_kinds_of_calls_are_told_apart(launches):
+    calls, want = different_calls(), []
+    for call in calls:
+        forget()
+        want.append(served(norm.run, call))
+    forget()
+    for run in (norm.run, norm.run, norm.again):
+        before = len(launches)
+        for call, wanted in zip(calls, want):
+            apart = any(t is not None and t.stride(-1) != 1 for t in (call["x"], call["gain"]))
+            found = served(run, call)
+            assert (found is None) == (apart and run is norm.again)
+            for got, first in zip(found or wanted, wanted):
+                assert got is first is None or torch.equal(got, first), call
+    # Two calls lie apart and are copied to be as the first; one is as the first but for its address.
+    assert launches[before:].count(True) == len(norm._known) == len(calls) - 3
+
+
+def test_a_whole_epsilon_does_not_change_what_is_compiled(launches):
+    x = torch.randn(3, 8, device=DEVICE)
+    found = [by_kernel(x, (8,), eps=eps) for eps in (1, 1.0, 1)]
+    assert all(torch.equal(out, found[0]) for out in found)
+    assert [type(kind._forward.constants["eps"]) for kind in norm._known.values()] == [float]
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 30)), min_size=1, max_size=4), st.integers(1, 4))
+def test_rows_are_walked_over_where_torch_sees_them_so(axes, last):
+    """One distance between rows whose numbers lie side by side: torch's own view says where that is so."""
+    t = torch.empty(512).as_strided(*zip(*axes))
+    last = min(last, len(axes))
+    width = math.prod(t.shape[-last:])
+    try:
+        rows = t.view(-1, width)
+    except RuntimeError:
+        rows = None
+    found = norm._row(t, last)
+    assert (found is None) == (rows is None or (width > 1 and rows.stride(1) != 1))
+    assert found is None or rows.shape[0] == 1 or found == rows.stride(0)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_only_the_wanted_gradients_are_formed(activation, launches):
+    problem = Problem((4,), 20)
+    tensors = {n: getattr(problem, n).float() for n in ("x", "gain", "bias")}
+    d, all_of_them = problem.d.float(), None
+    for wanted in [(True,) * 3, *itertools.product((True, False), repeat=3)][:-1]:
+        leaves = {n: t.clone().requires_grad_(w) for (n, t), w in zip(tensors.items(), wanted)}
+        out = by_kernel(leaves["x"], (20,), leaves["gain"], leaves["bias"], activation=activation)
+        before = len(launches)
+        out.backward(d)
+        assert len(launches) - before == (2 if any(wanted[1:]) else 1)
+        found = {n: t.grad for n, t in leaves.items()}
+        all_of_them = all_of_them or found
+        for (name, grad), w in zip(found.items(), wanted):
+            assert torch.equal(grad, all_of_them[name]) if w else grad is None
+
+
+def test_addresses_hooks_and_devices_decide_whether_a_launch_is_quick(launches, monkeypatch):
+    x = torch.randn(3, 8, device=DEVICE)
+    aside = torch.empty(25, device=DEVICE)[1:].view(3, 8).copy_(x)  # 4 bytes past a multiple of 16
+    want = by_kernel(aside, (8,))
+    results = [by_kernel(t, (8,)) for t in (x, x, aside, x)]
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "_hooked", lambda runtime: True)
+        results.append(by_kernel(x, (8,)))
+    if interpreted():
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+        results.append(by_kernel(x, (8,)))
+    assert all(torch.equal(found, want) for found in results)
+    if interpreted():  # whose kernels are learnt whatever the addresses
+        assert launches == [False, True, True, False, True, False, False]
+    else:
+        assert launches == [False, False, True, False, True, False]
+
+
+def test_what_more_than_autograd_sees_is_looked_at_again():
+    x, gain = torch.randn(3, 8, device=DEVICE), torch.randn(8, device=DEVICE)
+    call = {"x": x, "gain": gain, "bias": None, "residual": x, "eps": 1.0, "eps_mode": "var", "activation": None}
+    want = served(norm.run, call)[0]
+    assert torch.equal(served(norm.again, call)[0], want)
+    assert served(norm.again, call | {"residual": x[:2]}) is None
+    assert served(norm.again, call | {"eps": True}) is None
+    assert torch.equal(served(norm.run, call | {"eps": 1})[0], want)
+    with torch.autocast(DEVICE):
+        assert served(norm.again, call) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert served(norm.again, call) is None
+    with TorchDispatchMode():
+        assert served(norm.again, call) is None
+    seen = []
+    torch.func.vmap(lambda row: seen.append(served(norm.again, call)) or row)(x)
+    torch.func.grad(lambda g: seen.append(served(norm.again, call | {"gain": g})) or g.sum())(gain)
+    torch.compile(lambda t: seen.append(served(norm.again, call)) or t, backend="eager")(x)
+    assert seen == [None] * 3
 
 
 def test_layers_take_it_by_name():

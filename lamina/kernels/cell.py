@@ -19,12 +19,11 @@ from torch.nn.functional import linear
 
 from ..reference import Recurrence, SequenceResult
 from . import cell_product, fused, interpreted
-from .cell_launch import Launch
 from .forms import Form, Setting, form_of, power, setting_of
 from .given import COUNT, NAMES, Given, extras_of, tensors_of, there
 from .plans import OVERRIDE, processors
 from .precision import as_cudnn_multiplies, tf32_wanted
-from .start import start
+from .prepared import Launch
 
 KEEP_H, KEEP_C = COUNT, COUNT + 1  # where zoneout's masks stand among what a step is given
 SMALL = slice(NAMES.index("bias_ih"), COUNT)  # biases and gains
@@ -101,7 +100,7 @@ class Kind:
         from_x, from_h = self._multiplied(there(x), seen, there(weight_ih), there(weight_hh))
         h_new = from_x.new_empty(self.state) if seen is None else torch.empty_like(seen)
         c_new = torch.empty_like(h_new) if self.form.cell == "LSTM" else None
-        _launch(self._forward, (*self._row_tensors(given, from_x, from_h), h_new, c_new))
+        self._forward((*self._row_tensors(given, from_x, from_h), h_new, c_new))
         return h_new, c_new, from_x, from_h, seen
 
     def _multiplied(self, x: Tensor, seen: Given, weight_ih: Tensor, weight_hh: Tensor) -> tuple[Tensor, Given]:
@@ -112,7 +111,7 @@ class Kind:
                 return linear(x, weight_ih), None if seen is None else linear(seen, weight_hh)
         from_x = x.new_empty(self.gates)
         from_h = None if seen is None else torch.empty_like(from_x)
-        _launch(both, (x, seen, weight_ih, weight_hh, from_x, from_h))
+        both((x, seen, weight_ih, weight_hh, from_x, from_h))
         return from_x, from_h
 
     def _both_products(self) -> Launch | None:
@@ -159,7 +158,7 @@ class Kind:
         shares = from_x.new_empty(self.programs, sum(self._parts()), dtype=torch.float32) if small else None
         d_h, d_c = (None if g is None else g.contiguous() for g in (*grads, None)[:2])
         tensors = (d_h, d_c, d_from_x, d_from_h, d_h_old, d_c_old, shares)
-        _launch(self._backward_launch(tensors), (*self._row_tensors(given, from_x, kept[1]), *tensors))
+        self._backward_launch(tensors)((*self._row_tensors(given, from_x, kept[1]), *tensors))
         return d_from_x, d_from_x if d_from_h is None else d_from_h, d_h_old, d_c_old, shares
 
     def _backward_launch(self, tensors: Sequence[Given]) -> Launch:
@@ -211,12 +210,6 @@ def _kernels() -> Any:
 def _mask(mask: Given) -> Given:
     """One number expanded as that number, others with their numbers side by side."""
     return mask if mask is None else mask[0, 0] if _is_rate(mask) else mask.contiguous()
-
-
-def _launch(launch: Launch, tensors: Sequence[Given]) -> None:
-    if not launch.quickly(tensors):
-        start(launch.kernel, launch.grid, launch.arguments(tensors), launch.options)
-        launch.learn(tensors)
 
 
 class _Cell(torch.autograd.Function):

@@ -7,20 +7,20 @@ twice, in pieces. Statistics are float32 in every dtype. Needs Triton: import it
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .forms import power
 from .formulas import inverse_deviation, over, rounded, std_correction, wide
 from .formulas import sigmoid as quick_sigmoid
 from .formulas import tanh as quick_tanh
 from .plans import processors
-from .start import start
+from .prepared import Code, Launch
 
 WIDEST, WIDEST_BACK = 32768, 8192  # numbers of a row that is held whole
 PIECE = 4096  # of a wider row
@@ -348,75 +348,101 @@ def _programs(device: torch.device, how: Cut, tiles: int) -> int:
     return max(1, min(most, tiles))
 
 
-def forward(
-    x: Tensor, residual: Tensor | None, gain: Tensor | None, bias: Tensor | None, eps: float, eps_mode: str,
-    activation: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """out [N, W], x + residual or x itself, and the statistics [2, N], from x [N, W] whose rows may lie apart."""
-    count, width = x.shape
-    out = torch.empty((count, width), dtype=x.dtype, device=x.device)
-    total = out if residual is None else torch.empty_like(out)
-    statistics = torch.empty((2, count), dtype=torch.float32, device=x.device)
-    how = cut(width, x.element_size(), False)
-    arguments: dict[str, Any] = {
-        "x": x, "residual": residual, "gain": gain, "bias": bias, "out": out, "total": total, "statistics": statistics,
-        "N": count, "W": width, "x_row": x.stride(0), "r_row": 0 if residual is None else residual.stride(0),
-        "eps": eps, "ACT": activation, "STD": eps_mode == "std", "BLOCK": how.block,
+class Look(NamedTuple):
+    """All that a call's launches depend on, but which gradients are wanted."""
+
+    count: int  # rows
+    width: int
+    x_row: int  # from one row of x to the next, and of the residual
+    r_row: int
+    dtypes: tuple[torch.dtype | None, ...]  # of x, residual, gain and bias; None for what there is not
+    device: torch.device
+    eps: float
+    std: bool
+    activation: str | None
+
+
+CODES = 4096  # that are kept
+FREE = ("N", "turns", "programs")  # what no kernel here is specialised on
+
+
+@lru_cache(CODES)
+def _code(*specialised: Any) -> Code:
+    """One for all numbers of rows."""
+    return Code()
+
+
+def _launch(
+    kernel: Any, programs: tuple[int, int], constants: Mapping[str, Any], look: Look, warps: int, *absent: bool
+) -> Launch:
+    """``absent``: whether those tensors are None that may be in one call and not in another of the same look."""
+    kept = (value for name, value in constants.items() if name not in FREE)
+    code = _code(kernel, warps, look.dtypes, look.device, look.count >= 2**31, *absent, *kept)
+    return Launch(kernel, programs[0], constants, {"num_warps": warps}, look.device, programs[1], code)
+
+
+def forward_launch(look: Look) -> Launch:
+    """With x, residual, gain, bias, out, x + residual (else out again) and the statistics [2, N]."""
+    how = cut(look.width, _size(look), False)
+    constants: dict[str, Any] = {
+        "N": look.count, "W": look.width, "x_row": look.x_row, "r_row": look.r_row, "eps": look.eps,
+        "ACT": look.activation, "STD": look.std, "BLOCK": how.block,
     }  # fmt: skip
-    if how.block < width:
-        start(wide_forward_kernel, (count,), arguments, {"num_warps": how.warps})
-    else:
-        programs = _programs(x.device, how, -(-count // how.rows))
-        more = {"turns": -(-count // (programs * how.rows)), "ROWS": how.rows, "STAGES": how.stages}
-        start(forward_kernel, (programs,), arguments | more, {"num_warps": how.warps})
-    return out, x if residual is None else total, statistics
+    if how.block < look.width:
+        return _launch(wide_forward_kernel, (look.count, 1), constants, look, how.warps)
+    programs = _programs(look.device, how, -(-look.count // how.rows))
+    constants |= _walk(look, how, programs)
+    return _launch(forward_kernel, (programs, 1), constants, look, how.warps)
 
 
-def backward(
-    d_out: Tensor, z: Tensor, gain: Tensor | None, bias: Tensor | None, statistics: Tensor, d_total: Tensor | None,
-    eps: float, eps_mode: str, activation: str | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """d_z [N, W] and the gradients of gain and bias, in their dtypes."""
-    count, width = z.shape
-    d_z = torch.empty((count, width), dtype=z.dtype, device=z.device)
-    how = cut(width, z.element_size(), True)
-    arguments: dict[str, Any] = {
-        "d_out": d_out, "z": z, "gain": gain, "bias": bias, "statistics": statistics, "N": count, "W": width,
-        "z_row": z.stride(0), "ACT": activation, "BLOCK": how.block,
-    }  # fmt: skip
-    std = {"eps": eps, "STD": eps_mode == "std"}
-    ends = {"d_total": d_total, "d_z": d_z}
-    if how.block >= width:
-        programs = _programs(z.device, how, -(-count // how.rows))
-        ends["shares"] = shares = _shares(z, gain, bias, programs)
-        more = {"turns": -(-count // (programs * how.rows)), "ROWS": how.rows, "STAGES": how.stages}
-        start(backward_kernel, (programs,), arguments | std | ends | more, {"num_warps": how.warps})
-        return d_z, *_added_up(shares, gain, bias)
-    sums = torch.empty_like(statistics)
-    start(wide_sums_kernel, (count,), arguments | std | {"sums": sums}, {"num_warps": how.warps})
-    pieces = -(-width // how.block)
-    programs = max(1, min(count, _programs(z.device, how, count * pieces) // pieces))
-    shares = _shares(z, gain, bias, programs)
-    ends |= {"sums": sums, "shares": shares}
-    turns = {"turns": -(-count // programs)}
-    start(wide_backward_kernel, (programs, pieces), arguments | ends | turns, {"num_warps": how.warps})
-    return d_z, *_added_up(shares, gain, bias)
+def sums_launch(look: Look, bias: bool) -> Launch | None:
+    """With d_out, z, gain, bias, statistics and the sums [2, N] for ``backward_launch``; None for rows held whole.
+
+    bias: whether it is there.
+    """
+    how = cut(look.width, _size(look), True)
+    if how.block >= look.width:
+        return None
+    constants = {**_backward_constants(look, how), "eps": look.eps, "STD": look.std}
+    return _launch(wide_sums_kernel, (look.count, 1), constants, look, how.warps, bias)
 
 
-def _shares(z: Tensor, gain: Tensor | None, bias: Tensor | None, programs: int) -> Tensor:
-    there = 0 if gain is None and bias is None else 2
-    return torch.empty((there, programs, z.shape[1]), dtype=torch.float32, device=z.device)
+def backward_launch(look: Look, bias: bool, d_total: bool) -> Launch:
+    """With d_out, z, gain, bias, statistics, the sums of rows in pieces, d_total, d_z and the programs' shares.
+
+    bias, d_total: whether they are there.
+    """
+    how = cut(look.width, _size(look), True)
+    pieces = -(-look.width // how.block)
+    programs = max(1, min(look.count, _programs(look.device, how, -(-look.count // how.rows) * pieces) // pieces))
+    constants = _backward_constants(look, how)
+    if pieces > 1:
+        constants["turns"] = -(-look.count // programs)
+        return _launch(wide_backward_kernel, (programs, pieces), constants, look, how.warps, bias, d_total)
+    constants |= {"eps": look.eps, "STD": look.std, **_walk(look, how, programs)}
+    return _launch(backward_kernel, (programs, 1), constants, look, how.warps, bias, d_total)
 
 
-def _added_up(shares: Tensor, gain: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """One launch for both sums and casts: torch's three are a third of a backward pass of 16,384 x 1,024 in bf16."""
-    found = [None if t is None else torch.empty_like(t) for t in (gain, bias)]
-    if shares.shape[0]:
-        _, programs, width = shares.shape
-        columns = 16 if width < 4096 else 64
-        arguments = {
-            "shares": shares, "d_gain": found[0], "d_bias": found[1], "programs": programs, "W": width,
-            "ROWS": 1024 // columns, "COLUMNS": columns,
-        }  # fmt: skip
-        start(added_up_kernel, (-(-width // columns), 2), arguments, {"num_warps": 4})
-    return found[0], found[1]
+def added_up_launch(look: Look, programs: int, gain: bool, bias: bool) -> Launch:
+    """With the programs' shares [2, programs, W] and both gradients, or None for the one that is not wanted.
+
+    One launch for sums and casts: torch's three are a third of a backward pass of 16,384 x 1,024 in bfloat16.
+    """
+    columns = 16 if look.width < 4096 else 64
+    constants = {"programs": programs, "W": look.width, "ROWS": 1024 // columns, "COLUMNS": columns}
+    grid = -(-look.width // columns), 2 if bias else 1
+    return _launch(added_up_kernel, grid, constants, look, 4, gain, bias)
+
+
+def _size(look: Look) -> int:
+    return 4 if look.dtypes[0] is torch.float32 else 2
+
+
+def _walk(look: Look, how: Cut, programs: int) -> dict[str, int]:
+    """Of programs that walk over whole rows."""
+    return {"turns": -(-look.count // (programs * how.rows)), "ROWS": how.rows, "STAGES": how.stages}
+
+
+def _backward_constants(look: Look, how: Cut) -> dict[str, Any]:
+    z_row = look.x_row if look.dtypes[1] is None else look.width  # x + residual lies side by side
+    return {"N": look.count, "W": look.width, "z_row": z_row, "ACT": look.activation, "BLOCK": how.block}

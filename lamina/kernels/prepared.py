@@ -8,29 +8,47 @@ compiled for multiples of 16.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import torch
 
 from .given import Given
+from .start import start
+
+
+class Code:
+    """What Triton compiled, once that is known. Launches that differ in nothing it specialises on may share it."""
+
+    ready: tuple[Any, ...] | None = None
 
 
 class Launch:
-    """A kernel, its number of programs, options and arguments besides tensors, which are its first arguments.
+    """A kernel, its numbers of programs, options and arguments besides tensors, which are its first arguments.
 
     The tensors of all calls have the same dtypes, and the same of them are None.
     """
 
     def __init__(
-        self, kernel: Any, programs: int, constants: Mapping[str, Any], options: Mapping[str, Any], device: torch.device
+        self,
+        kernel: Any,
+        programs: int,
+        constants: Mapping[str, Any],
+        options: Mapping[str, Any],
+        device: torch.device,
+        pieces: int = 1,
+        code: Code | None = None,
     ) -> None:
-        self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
+        self.kernel, self.grid, self.constants, self.options = kernel, (programs, pieces, 1), constants, options
         self.names = [name for name in kernel.arg_names if name not in constants]
+        self.code = code or Code()
         self._values = tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._device = device.index if device.type == "cuda" else None
-        self._compiled: tuple[Any, ...] | None = None
+
+    def __call__(self, tensors: Sequence[Given]) -> None:
+        """Launch with these tensors: past all looks where that can be, else by ``start``."""
+        if not self.quickly(tensors):
+            start(self.kernel, self.grid, self.arguments(tensors), self.options)
+            self.learn(tensors)
 
     def arguments(self, tensors: Sequence[Given]) -> dict[str, Any]:
         """All arguments, by name."""
@@ -38,11 +56,16 @@ class Launch:
 
     def quickly(self, tensors: Sequence[Given]) -> bool:
         """Launch with these tensors if that needs no further look; whether it did."""
-        if self._compiled is None or torch._C._cuda_getDevice() != self._device:
+        ready = self.code.ready
+        if ready is None or torch._C._cuda_getDevice() != self._device:
             return False
-        run, function, metadata, runtime = self._compiled
-        addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        if reduce(or_, addresses) & 15 or _hooked(runtime):
+        run, function, metadata, runtime = ready
+        addresses, bits = [], 0
+        for tensor in tensors:
+            address = 0 if tensor is None else tensor.data_ptr()
+            bits |= address
+            addresses.append(address)
+        if bits & 15 or _hooked(runtime):
             return False
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         run(*self.grid, stream, function, metadata, None, None, None, *addresses, *self._values)
@@ -50,14 +73,14 @@ class Launch:
 
     def learn(self, tensors: Sequence[Given]) -> None:
         """Keep the compiled kernel that Triton found for these tensors, so that calls like theirs are quick."""
-        if self._device is None or self._compiled is not None or torch._C._cuda_getDevice() != self._device:
+        if self._device is None or self.code.ready is not None or torch._C._cuda_getDevice() != self._device:
             return
         if any(t is not None and t.data_ptr() & 15 for t in tensors):
             return
         from triton import knobs
 
         made = self.kernel.warmup(**self.arguments(tensors), grid=self.grid, **self.options)
-        self._compiled = made.run, made.function, made.packed_metadata, knobs.runtime
+        self.code.ready = made.run, made.function, made.packed_metadata, knobs.runtime
 
 
 def _hooked(runtime: Any) -> bool:
