@@ -264,7 +264,7 @@ def run_directions(calls: Sequence[Recurrence], backend: str = "auto") -> list[S
 
 def stacks(first: Recurrence, layers: int, backend: str = "auto") -> bool:
     """Whether layers one above another, of which this is the first, run as one (``run_stack``)."""
-    if watched(first.input) or watched(first.weights.weight_hh):
+    if torch.compiler.is_compiling() or watched(first.input) or watched(first.weights.weight_hh):
         return False
     check_recurrence(first)  # what is wrong with it comes before what serves it
     return choose(_request(_under_autocast(first), False, 1, layers), backend).sides > 1

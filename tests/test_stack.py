@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import lamina
 from lamina.kernels import passes, plans, precision, wavefront
@@ -170,6 +171,28 @@ def test_gradients_of_gradients(device):
             found.append(torch.autograd.grad(first.square().sum(), [x, layer.weight_hh_l1, layer.weight_ih_l0]))
     for a, b in zip(*found):
         assert (a - b).norm() <= 1e-3 * b.norm() + 1e-4
+
+
+@pytest.mark.parametrize("options", [{"num_layers": 2}, {"bidirectional": True}], ids=str)
+def test_compiled_without_a_graph_break(options, device):
+    """Each recurrence is an operator then; numbers and gradients are the same."""
+    layer = lamina.LSTM(4, 6, backend="triton", device=device, **options)
+    x, found = torch.randn(3, 2, 4, device=device, requires_grad=True), []
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+            out = run(x)[0]
+            found.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+    for a, b in zip(*found):
+        assert (a - b).norm() <= 1e-3 * b.norm() + 1e-4
+
+
+@pytest.mark.parametrize("options", [{"num_layers": 2}, {"bidirectional": True}], ids=str)
+def test_checkpointed(options, device):
+    layer = lamina.GRU(4, 6, backend="triton", device=device, **options)
+    x = torch.randn(3, 2, 4, device=device, requires_grad=True)
+    (want,) = torch.autograd.grad(layer(x)[0].square().sum(), x)
+    out = checkpoint(lambda t: layer(t)[0], x, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], want)
 
 
 def test_autocast(device):
