@@ -138,6 +138,24 @@ def test_zoneout_in_evaluation_and_no_gradients(device):
     torch.testing.assert_close(h, h_too, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_masks_and_learned_states_in_training(cell, device, monkeypatch):
+    """Without dropout between them layers draw the same masks as one after another."""
+    rates = (0.3, 0.2) if cell == "LSTM" else 0.3
+    layer = getattr(lamina, cell)(
+        3, 6, 3, zoneout=rates, recurrent_dropout=0.2, learn_initial_state=True, backend="triton", device=device
+    )
+    x, found = torch.randn(7, 3, 3, device=device, requires_grad=True), []
+    for most in (3, 1):
+        monkeypatch.setitem(plans.OVERRIDE, "at_once", most)
+        torch.manual_seed(2)
+        out, last = layer(x, lengths=torch.tensor([7, 2, 5]))
+        outputs = [out, *(last if cell == "LSTM" else (last,))]
+        found.append([*outputs, *gradients(outputs, [x, *layer.parameters()])])
+    for a, b in zip(*found):
+        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-5
+
+
 def test_dropout_between_layers(device):
     """Half of what a layer gives is dropped, the rest is doubled, and gradients go where something was given."""
     layer = lamina.RNN(3, 6, 2, dropout=0.5, backend="triton", device=device)

@@ -55,7 +55,8 @@ def memory_beside(device: torch.device, residents: int) -> int:
         return shared_memory(device)
     if device.type != "cuda":
         return 2**40
-    whole = int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+    properties, hopper = torch.cuda.get_device_properties(device), 228 * 1024
+    whole = int(getattr(properties, "shared_memory_per_multiprocessor", hopper))
     return whole // residents - 1024 - (RESERVED if residents == 2 else 4096)  # a program takes 1 KiB for itself
 
 
