@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lamina
-from lamina.kernels import fused, recompute
+from lamina.kernels import fused, recompute, walk
 from tests.cases import EVERY, assert_same, cast, everything
 from tests.test_cpu import extras
 from tests.test_sequence import assert_as_good, problem
@@ -156,6 +156,20 @@ def test_two_tensors_as_large_as_all_gates_are_left_to_backward(row, kept, devic
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
         fused.run(call, "persistent")
     assert sizes.count(6 * 5 * kept * 40) == 2
+
+
+def test_wide_steps_in_bfloat16_keep_both(device, monkeypatch):
+    """Time is short there, memory is not: the same numbers."""
+    call = cast(problem(("LSTM", "layer", "paper"), (4, 3, 7, 40), device), torch.bfloat16, torch.bfloat16)
+    found, counts = [], []
+    for wide in (2048, 40):
+        monkeypatch.setattr(walk, "WIDE", wide)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: (s.append(t.numel()), t)[1], lambda t: t):
+            found.append(everything(call, lambda c: fused.run(c, "steps")))
+        counts.append(sizes.count(4 * 3 * 160))
+    assert counts == [1, 2]  # what is kept of the product has the cell's norm beside it
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @pytest.mark.gpu

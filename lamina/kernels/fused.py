@@ -24,7 +24,7 @@ from ..reference import CellWeights, Recurrence, SequenceResult
 from . import cpu, passes, recompute, replay, walk
 from .forms import Setting, form_of, kept_dtype, setting_of
 from .given import COUNT, EXTRAS, NAMES, Tensors, extras_of, tensors_of, there, zero_unless
-from .precision import formed
+from .precision import formed, formed_at_once
 
 
 def run(call: Recurrence, path: str) -> SequenceResult:
@@ -189,7 +189,8 @@ class _Sequence(torch.autograd.Function):
             found = cpu.backward(ctx.setting, tensors, extras, kept, grads, needed, ctx.call)
         else:
             back = _walker(ctx.path, ctx.sides).backward
-            found = list(map(formed, back(ctx.setting, ctx.path, tensors, extras, kept, grads, needed[:count])))
+            with formed_at_once():
+                found = back(ctx.setting, ctx.path, tensors, extras, kept, grads, needed[:count])
         return None, None, None, *found, *(None for _ in extras)
 
 
@@ -288,7 +289,7 @@ def _(given: Sequence[Tensor], names: str, setting: str, eps: float, path: str, 
     half = asked.factors == "half"
     values = torch.empty_like(weight_hh, dtype=torch.float16 if half else None)
     most = statistics.new_empty(1 if half else 0)
-    kept = walk.kept_sides(asked, summed, prepared, walk.ALL if keep else walk.NOTHING)
+    kept = walk.kept_sides(asked, summed, prepared, walk.ALL if keep else walk.NOTHING, path)
     return [*made[:3], kept[0], statistics, kept[1], values, most, *made[3:]]
 
 

@@ -8,6 +8,7 @@ float32 sums are what they were: errors are TF32's, memory and time are float16'
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,10 +104,24 @@ class Product:
 LATE = 16 * 2**20  # numbers of a product that is worth another launch, and factors that stay until then
 
 
+_here = threading.local()
+
+
+@contextmanager
+def formed_at_once() -> Iterator[None]:
+    """No product is left for later in this thread: for a pass that nobody captures, whose factors had better go."""
+    before, _here.at_once = getattr(_here, "at_once", False), True
+    try:
+        yield
+    finally:
+        _here.at_once = before
+
+
 def matrix_gradient(d: Tensor, x: Tensor) -> Tensor | Product:
     """d' x of all steps and cases, [T, B, .] each; a large one as a product that is still to be formed."""
     found = Product(d.flatten(0, 1).t(), x.flatten(0, 1))
-    return found if d.shape[2] * x.shape[2] >= LATE else found.value()
+    late = d.shape[2] * x.shape[2] >= LATE and not getattr(_here, "at_once", False)
+    return found if late else found.value()
 
 
 def formed(gradient: Tensor | Product | None) -> Tensor | None:
