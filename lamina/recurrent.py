@@ -20,7 +20,7 @@ from .checks import describe, fail, one_of, positive_int, probability, readable
 from .options import CellOptions
 from .placements import STATES
 from .recurrent_base import GivenState, RecurrentModule, State
-from .reference import SequenceResult
+from .reference import Recurrence, SequenceResult
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -200,19 +200,11 @@ class RecurrentLayer(RecurrentModule):
         self, x: Tensor, states: Sequence[GivenState], lengths: Tensor | None, resets: Tensor | None
     ) -> tuple[Tensor, State]:
         """The layers of one direction through the kernels in common launches."""
-        steps, batch = x.shape[:2]
-        calls = [
-            self._recurrence(
-                *cell, state, lengths=lengths, resets=resets, zoneout=self._zoneout(steps, batch, x),
-                recurrent_mask=self._draw_recurrent_mask(batch, x),
-            )
-            for cell, state in zip(self._inputs(x), states)
-        ]  # fmt: skip
-        drops = self.training and self.dropout > 0
-        kept = (
-            F.dropout(x.new_ones(self.num_layers - 1, steps, batch, self.output_size), self.dropout) if drops else None
-        )
-        output, finals = functional.run_stack(calls, [None] * (self.num_layers - 1) if kept is None else [*kept])
+        calls = [self._call(*cell, state, lengths, resets) for cell, state in zip(self._inputs(x), states)]
+        masks: list[Tensor | None] = [None] * (self.num_layers - 1)
+        if self.training and self.dropout:
+            masks = [F.dropout(x.new_ones(call.input.shape), self.dropout) for call in calls[1:]]
+        output, finals = functional.run_stack(calls, masks)
         return output, tuple(torch.stack(kind) for kind in zip(*finals))
 
     def _run_layer(
@@ -223,17 +215,23 @@ class RecurrentLayer(RecurrentModule):
         count = self.num_directions
         cells = [(self._suffixes()[at], states[at]) for at in range(layer * count, (layer + 1) * count)]
         calls = [
-            self._recurrence(
-                suffix, x, state, lengths=lengths, resets=resets, reverse=bool(reverse),
-                zoneout=self._zoneout(x.shape[0], x.shape[1], x),
-                recurrent_mask=self._draw_recurrent_mask(x.shape[1], x),
-            )
-            for reverse, (suffix, state) in enumerate(cells)
-        ]  # fmt: skip
+            self._call(suffix, x, state, lengths, resets, reverse=at > 0) for at, (suffix, state) in enumerate(cells)
+        ]
         results = functional.run_directions(calls, self.backend)
         for (suffix, _), result in zip(cells, results):
             self._observe(suffix, result.moments, counts)
         return results
+
+    def _call(
+        self, suffix: str, x: Tensor, state: GivenState, lengths: Tensor | None, resets: Tensor | None,
+        reverse: bool = False,
+    ) -> Recurrence:  # fmt: skip
+        """One cell over the sequence, with the masks that it draws."""
+        steps, batch = x.shape[:2]
+        zoneout, mask = self._zoneout(steps, batch, x), self._draw_recurrent_mask(batch, x)
+        return self._recurrence(
+            suffix, x, state, lengths=lengths, resets=resets, reverse=reverse, zoneout=zoneout, recurrent_mask=mask
+        )
 
     def _valid_counts(self, x: Tensor, lengths: Tensor | None) -> Tensor | int:
         """How many cases stand behind each step's batch statistics."""

@@ -113,10 +113,11 @@ def kept_sides(setting: Setting, summed: Tensor, prepared: Tensor, keep: str, pa
     """
     if keep != ALL:
         return summed.new_empty(0), prepared.new_empty(0)
-    wide = summed.shape[-1] // form_of(setting).gates >= WIDE
     if input_side(setting)[1] != "norm":
         return summed.new_empty(0), prepared
-    return summed, prepared if path == "steps" and wide and summed.dtype == torch.bfloat16 else prepared.new_empty(0)
+    wide = summed.shape[-1] // form_of(setting).gates >= WIDE
+    both = path == "steps" and wide and summed.dtype == torch.bfloat16
+    return summed, prepared if both else prepared.new_empty(0)
 
 
 def prepared_again(setting: Setting, tensors: Tensors, summed: Tensor, out: Tensor | None = None) -> Tensor:
