@@ -120,8 +120,12 @@ def formed_at_once() -> Iterator[None]:
 def matrix_gradient(d: Tensor, x: Tensor) -> Tensor | Product:
     """d' x of all steps and cases, [T, B, .] each; a large one as a product that is still to be formed."""
     found = Product(d.flatten(0, 1).t(), x.flatten(0, 1))
-    late = d.shape[2] * x.shape[2] >= LATE and not getattr(_here, "at_once", False)
-    return found if late else found.value()
+    return found if left_for_later(d.shape[2] * x.shape[2]) else found.value()
+
+
+def left_for_later(numbers: int) -> bool:
+    """Whether a product of so many numbers is."""
+    return numbers >= LATE and not getattr(_here, "at_once", False)
 
 
 def formed(gradient: Tensor | Product | None) -> Tensor | None:

@@ -272,6 +272,11 @@ def backward(
     return d_summed, shares.sum(1)
 
 
+def in_place(width: int, groups: tuple[int, ...]) -> bool:
+    """Whether d_summed may take the place of W_x x: a program alone reads what it writes, before it does."""
+    return cut(width, groups, "norm", True).slices == 1
+
+
 def _programs(device: torch.device, how: Cut, tiles: int) -> int:
     """Programs for each part and slice: two a multiprocessor in all, one where they are of the largest kind."""
     if device.type != "cuda":

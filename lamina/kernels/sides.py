@@ -52,7 +52,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     h, c = (stacked([t[at] for t in each]) for at in (1, 2))
     small = small_of([walk.inner(form, t) for t in each])
     walking, found = launch.forward_walk(
-        form, prepared, matrix, h, c, small, extras_of(extras), keep == walk.ALL, len(each)
+        form, prepared, matrix, h, c, small, extras_of(extras), keep in (walk.ALL, walk.ONCE), len(each)
     )
     walking.go(Part(len(each), prepared.shape[1]))
     hist, h_n, c_n, *kept = found
@@ -117,7 +117,7 @@ def _at(summed: Tensor, side: int) -> Tensor:
 
 def backward(
     setting: Setting, path: str, tensors: Tensors, extras: Tensors, kept: Sequence[Tensor], grads: Tensors,
-    needed: Sequence[bool],
+    needed: Sequence[bool], once: bool = False,
 ) -> list[Tensor | Product | None]:  # fmt: skip
     """As ``walk.backward``, of all sides."""
     form, each, wanted = form_of(setting), [*of_each(tensors)], [*of_each(needed)]  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def backward(
     inner = [walk.inner(form, t) for t in each]
     walking, found = launch.backward_walk(
         form, prepared, matrix, stacked([t[1] for t in each]), small_of(inner), extras_of(extras), (hist, *rest), d_out,
-        d_h, d_c, anew, len(each),
+        d_h, d_c, anew or once, len(each),
     )  # fmt: skip
     walking.go(Part(len(each), prepared.shape[1]))
     del walking, prepared  # and what only the steps needed
@@ -139,5 +139,5 @@ def backward(
             form, hist.dtype, inner[side], Extras(*own_extras), hist[side], rest[1][side], rest[2][side],
             found.at(side), need[4],
         )  # fmt: skip
-        gradients += walk.outer_gradients(setting, own, named, _at(summed, side), statistics[side], need)
+        gradients += walk.outer_gradients(setting, own, named, _at(summed, side), statistics[side], need, once)
     return gradients

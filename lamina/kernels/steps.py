@@ -23,7 +23,7 @@ from . import interpreted, product, replay
 from .forms import Extras, Form, kept_dtype, power
 from .launch import operands
 from .plans import OVERRIDE, processors
-from .precision import Matrix, Product, as_cudnn_multiplies, matrix_gradient, multiply, reach
+from .precision import Matrix, as_cudnn_multiplies, matrix_gradient, multiply, reach
 from .start import start
 from .step_kernels import (
     CLOCKS,
@@ -365,14 +365,16 @@ def backward(
     d_c: Tensor | None,
     train_matrix: bool = True,
     overwrite: bool = False,
-) -> dict[str, Tensor | Product]:
+    place: Tensor | None = None,
+) -> dict[str, Any]:
     """Gradients by name: x, weight (if it is trained), h, c, gain, bias (if there is one), gain_cell, bias_cell.
 
-    ``overwrite``: x's own memory may become its gradient's.
+    ``weight`` is to be called, when W_h itself, which is as large, need not stay any longer. ``overwrite``: x's own
+    memory may become its gradient's. ``place``: where the gradients of W~ h' may go.
     """
     hist, c_hist, xhat, stats = kept
     weight = matrix.values
-    sides, states = _gradient_sides(form, x, matrix.dtype, overwrite), _gradient_states(form, hist)
+    sides, states = _gradient_sides(form, x, matrix.dtype, overwrite, place), _gradient_states(form, hist)
     tensors = {
         "x": x, "hist": hist, "c_hist": _some(c_hist), "xhat": xhat, "stats": _some(stats), "gain": gain, "bias": bias,
         "gain_cell": gain_cell, "bias_cell": bias_cell, "d_out": d_out, "d_h_n": d_h,
@@ -389,13 +391,14 @@ def backward(
         start(end_kernel, (x.shape[1],), {**around, **places, "SHARES": pieces}, {"num_warps": 4})
 
     _walk(BACKWARD, form, weight, x.shape[0], tensors, end)
-    found: dict[str, Tensor | Product] = {"x": sides["d_raw"] if sides["d_x"] is None else sides["d_x"], **states}
+    d_raw = sides["d_raw"]
+    found: dict[str, Any] = {"x": d_raw if sides["d_x"] is None else sides["d_x"], **states}
     if train_matrix:
-        found["weight"] = matrix_gradient(sides["d_raw"], operands(hist, extras))
+        found["weight"] = lambda: matrix_gradient(d_raw, operands(hist, extras))
     return found | _parameters(form, sides, xhat, (gain, bias, gain_cell, bias_cell))
 
 
-def _gradient_sides(form: Form, x: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensors:
+def _gradient_sides(form: Form, x: Tensor, dtype: torch.dtype, overwrite: bool, place: Tensor | None) -> Tensors:
     """What the backward kernel writes for all steps; None where another tensor holds it.
 
     A step's kernel fetches its row of x before it writes that row's gradients, which it makes of it.
@@ -404,7 +407,7 @@ def _gradient_sides(form: Form, x: Tensor, dtype: torch.dtype, overwrite: bool) 
     apart = form.site == "hh" or form.cell == "GRU"  # else x and W~ h' are only ever seen as their sum
     own_d_y = form.site == "sum" or (form.site == "hh" and form.cell == "GRU")
     return {
-        "d_raw": torch.empty_like(x, dtype=dtype),
+        "d_raw": torch.empty_like(x, dtype=dtype) if place is None or place.dtype != dtype else place,
         "d_x": (torch.empty_like(x, dtype=dtype) if d_x is None else d_x) if apart else None,
         "d_y": torch.empty_like(x, dtype=dtype) if own_d_y else None,
         "d_cell": x.new_empty((*x.shape[:2], x.shape[2] // form.gates), dtype=dtype) if form.cell_norm else None,

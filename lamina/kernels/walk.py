@@ -6,7 +6,7 @@ does all of that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -17,10 +17,11 @@ from . import cpu, launch
 from .forms import Extras, Form, Setting, form_of
 from .given import NAMES, Tensors, there
 from .launch import Small
-from .precision import Matrix, Product, as_cudnn_multiplies, formed, matrix_gradient
+from .precision import Matrix, Product, as_cudnn_multiplies, formed, left_for_later, matrix_gradient
 
-# What a forward pass leaves for backward: nothing, the states alone, or all that ``backward`` takes.
-NOTHING, STATES, ALL = "nothing", "states", "all"
+# What a forward pass leaves for backward: nothing, the states alone, all that ``backward`` takes, or all of it for one
+# backward pass, which may use its memory.
+NOTHING, STATES, ALL, ONCE = "nothing", "states", "all", "once"
 C_HIST = 5  # where c of all steps stands in what ``forward`` gives after hist and the final states; first on a CPU
 
 
@@ -94,7 +95,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     normed = setting.where.groups(form.site) if form.site else ()
     matrix = rows.matrix(there(weight_hh), normed, setting.factors == "half")
     hist, h_n, c_n, *kept = module(path).forward(
-        form, prepared, matrix, h, c, *inner(form, tensors), Extras(*extras), keep == ALL
+        form, prepared, matrix, h, c, *inner(form, tensors), Extras(*extras), keep in (ALL, ONCE)
     )
     most = statistics.new_empty(0) if matrix.most is None else matrix.most
     return [hist, h_n, c_n, summed, statistics, kept_x, matrix.values, most, *kept]
@@ -109,15 +110,16 @@ def kept_sides(setting: Setting, summed: Tensor, prepared: Tensor, keep: str, pa
     """Of W_x x and of x as the steps take it what backward is left: not both, which are as large as all gates.
 
     A norm's backward pass needs W_x x, of which x can be made anew; elsewhere x is enough. The one that is not kept
-    is given back empty, so that its memory is free before the steps, or after them.
+    is given back empty, so that its memory is free before the steps, or after them. What is kept for one pass back is
+    both: the gradients of x take the place of x.
     """
-    if keep != ALL:
+    if keep not in (ALL, ONCE):
         return summed.new_empty(0), prepared.new_empty(0)
     if input_side(setting)[1] != "norm":
         return summed.new_empty(0), prepared
     wide = summed.shape[-1] // form_of(setting).gates >= WIDE
     both = path == "steps" and wide and summed.dtype == torch.bfloat16
-    return summed, prepared if both else prepared.new_empty(0)
+    return summed, prepared if both or keep == ONCE else prepared.new_empty(0)
 
 
 def prepared_again(setting: Setting, tensors: Tensors, summed: Tensor, out: Tensor | None = None) -> Tensor:
@@ -129,15 +131,15 @@ def prepared_again(setting: Setting, tensors: Tensors, summed: Tensor, out: Tens
 
 
 def backward(
-    setting: Setting, path: str, tensors: Tensors, extras: Tensors, kept: Sequence[Tensor], grads: Tensors,
-    needed: Sequence[bool],
+    setting: Setting, path: str, tensors: Tensors, extras: Tensors, kept: Iterable[Tensor], grads: Tensors,
+    needed: Sequence[bool], once: bool = False,
 ) -> list[Tensor | Product | None]:  # fmt: skip
     """Gradients in the order and the dtypes of ``tensors``; ``grads`` are those of output, h_n and c_n.
 
-    Those of large matrices as products that are still to be formed.
+    Those of large matrices as products that are still to be formed. What was kept ``once`` is of no use afterwards.
     """
     if path == "cpu":
-        return [*cpu.backward(setting, tensors, extras, kept, grads, needed)]
+        return [*cpu.backward(setting, tensors, extras, [*kept], grads, needed)]
     form, h = form_of(setting), tensors[1]
     hist, summed, statistics, prepared, values, most, *rest = kept
     anew = not prepared.numel()
@@ -145,32 +147,50 @@ def backward(
         prepared = prepared_again(setting, tensors, summed)
     matrix = Matrix(values, hist.dtype, most if most.numel() else None)
     arriving = [None if g is None else g.contiguous() for g in grads]
+    lent = once and _lends_its_input(setting, path, there(tensors[4]))
     found = module(path).backward(
         form, prepared, matrix, h, *inner(form, tensors), Extras(*extras), (hist, *rest), *arriving,
-        train_matrix=needed[4], overwrite=anew,
+        train_matrix=needed[4], overwrite=anew or once, **({"place": summed} if lent else {}),
     )  # fmt: skip
-    del prepared
-    return outer_gradients(setting, tensors, found, summed, statistics, needed)
+    del prepared, matrix, values, rest
+    if path == "steps" and "weight" in found:  # as soon as W_h may be gone, so that its factor goes too
+        found["weight"] = found["weight"]()
+    if lent:
+        with as_cudnn_multiplies(hist.dtype):
+            torch.mm(there(tensors[0]).flatten(0, 1), there(tensors[3]).t(), out=summed.flatten(0, 1))
+    return outer_gradients(setting, tensors, found, summed, statistics, needed, once)
+
+
+def _lends_its_input(setting: Setting, path: str, matrix: Tensor) -> bool:
+    """Whether W_x x lends its memory to the gradients of W_h h' and is multiplied again once they have been used.
+
+    For LSTMs of the stepwise path, which would take 1.6 times cuDNN's memory in a captured pass (B = 128, H = 1024);
+    3% of its time there. Not where the matrix's gradient is formed later: it needs them that long.
+    """
+    normed = setting.cell == "LSTM" and input_side(setting)[1] == "norm"
+    return path == "steps" and normed and not left_for_later(matrix.numel())
 
 
 def outer_gradients(
     setting: Setting, tensors: Tensors, found: dict[str, Any], summed: Tensor, statistics: Tensor,
-    needed: Sequence[bool],
+    needed: Sequence[bool], once: bool = False,
 ) -> list[Tensor | Product | None]:  # fmt: skip
     """Gradients in the order and the dtypes of ``tensors``, from those that the steps have found, by name.
 
     What is in ``found`` goes when it was used: these are the largest tensors of a pass, and few at a time are enough.
+    W_x x, if it was kept ``once``, makes way for its gradient where rows allow that.
     """
     from . import rows
 
     form, (groups, mode) = form_of(setting), input_side(setting)
     bias_ih, bias_hh, gain_ih = tensors[5:8]
     x, outer = there(tensors[0]), any(b is not None for b in outer_biases(form, bias_ih, bias_hh))
+    place = summed if once and mode == "norm" and rows.in_place(summed.shape[-1], groups) else None
     d_summed, small = rows.backward(
-        found.pop("x"), summed, gain_ih, statistics, groups, mode, setting.eps, setting.eps_mode, outer
+        found.pop("x"), summed, gain_ih, statistics, groups, mode, setting.eps, setting.eps_mode, outer, place
     )
-    d_matrix = found.pop("weight", None)
-    found["weight"] = d_matrix() if callable(d_matrix) else d_matrix
+    if callable(found.setdefault("weight", None)):
+        found["weight"] = found["weight"]()  # no other name: it holds a tensor as large as all gates
     return assembled(setting, tensors, x, found, d_summed, small, needed)
 
 

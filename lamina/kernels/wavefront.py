@@ -108,7 +108,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     h, c = (sides.stacked([t[at] for t in each]) for at in (1, 2))
     small = sides.small_of([walk.inner(form, t) for t in each])
     walking, found = launch.forward_walk(
-        form, prepared, matrix, h, c, small, sides.extras_of(extras), keep == walk.ALL, most
+        form, prepared, matrix, h, c, small, sides.extras_of(extras), keep in (walk.ALL, walk.ONCE), most
     )
     hist, h_n, c_n, *kept = found
     sides.project(setting, each[0], there(each[0][0]), summed[0], prepared[0], statistics[0])
@@ -125,7 +125,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
 
 def backward(
     setting: Setting, path: str, tensors: Tensors, extras: Tensors, kept: Sequence[Tensor], grads: Tensors,
-    needed: Sequence[bool],
+    needed: Sequence[bool], once: bool = False,
 ) -> list[Tensor | Product | None]:  # fmt: skip
     """As ``sides.backward``, of layers."""
     form, each, wanted = form_of(setting), [*sides.of_each(tensors)], [*sides.of_each(needed)]  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def backward(
     d_out, (d_h, d_c) = _arriving(hist, grads[0]), (None if g is None else g.contiguous() for g in grads[1:])
     walking, found = launch.backward_walk(
         form, prepared, matrix, sides.stacked([t[1] for t in each]), sides.small_of(inner), sides.extras_of(extras),
-        (hist, *rest), d_out, d_h, d_c, anew, most,
+        (hist, *rest), d_out, d_h, d_c, anew or once, most,
     )  # fmt: skip
     way = Descent(setting, form, each, found, xhat, stats, summed, statistics, hist.dtype)
     for part, pieces in launches(len(each), steps, most, True):

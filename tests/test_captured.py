@@ -1,0 +1,155 @@
+"""Captured passes without a GPU: what stands for a graph does its work again, into the tensors that it found at first.
+
+What only a GPU can show is in test_passes.py; here, that a backward pass may use up what its forward pass kept.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import lamina
+from lamina.kernels import passes, plans, precision, replay, walk
+from lamina.kernels.precision import Product
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU has graphs: test_passes.py")
+
+STEPS, BATCH, INPUTS, HIDDEN = 3, 2, 4, 5
+
+
+class Again:
+    """In place of a CUDA graph."""
+
+    replays = 0
+
+    def __init__(self, work, found) -> None:
+        self.work, self.found = work, [*found]
+
+    def replay(self) -> None:
+        Again.replays += 1
+        for old, new in zip(self.found, self.work(), strict=True):
+            for a, b in zip(*map(tensors_of, (old, new)), strict=True):
+                if a is not b:  # a matrix that is used as it is
+                    a.copy_(b)
+
+
+def tensors_of(found):
+    return [found.left, found.right] if isinstance(found, Product) else [] if found is None else [found]
+
+
+@pytest.fixture(autouse=True)
+def _graphs(monkeypatch):
+    def captured(self, work, found):
+        kept = [(t, t.clone()) for t in self.found]
+        with torch.no_grad():
+            found.extend(work())
+        for tensor, before in kept:
+            tensor.copy_(before)  # nothing runs while it is captured
+        return Again(work, found)
+
+    monkeypatch.setattr(passes, "_can_be_captured", lambda x: not getattr(replay._here, "off", False))
+    monkeypatch.setattr(passes.Space, "captured", captured)
+    monkeypatch.setattr(replay, "take_stream", lambda device: None)
+    monkeypatch.setattr(replay, "give_stream", lambda device, stream: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    passes.clear()
+    Again.replays = 0
+    yield
+    passes.clear()
+
+
+def layer_and_input(cell, dtype=torch.float32, **options):
+    layer = getattr(lamina, cell)(INPUTS, HIDDEN, backend="triton", dtype=dtype, **options)
+    return layer, torch.randn(STEPS, BATCH, INPUTS, dtype=dtype, requires_grad=True)
+
+
+def loss_of(out):
+    return (out.float() * torch.linspace(0, 1, out.numel()).view(out.shape)).sum()
+
+
+def everything(layer, x):
+    out = layer(x)[0]
+    return [out, *torch.autograd.grad(loss_of(out), [x, *layer.parameters()])]
+
+
+def assert_equal(found, wanted):
+    assert len(found) == len(wanted)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+
+
+@pytest.fixture(params=["persistent", "steps"])
+def path(request, monkeypatch):
+    monkeypatch.setitem(plans.OVERRIDE, "path", request.param)
+    return request.param
+
+
+ROWS = [
+    *((cell, {}) for cell in ("LSTM", "GRU", "RNN")), *((cell, {"placement": "joint"}) for cell in ("LSTM", "GRU")),
+    *(("LSTM", {"norm": None, "bias": bias}) for bias in (True, False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("cell", "options"), ROWS, ids=str)
+def test_same_bits(cell, options, path, late, monkeypatch):
+    """Gradients of matrices formed by the graph, or after it."""
+    layer, x = layer_and_input(cell, **options)
+    with replay.off():
+        wanted = everything(layer, x)
+    monkeypatch.setattr(precision, "LATE", 0 if late else 2**30)
+    for _ in range(5):
+        assert_equal(everything(layer, x), wanted)
+    assert Again.replays == 3 + 2  # forward from the third call on, backward from the fourth
+    other = torch.randn_like(x, requires_grad=True)
+    with replay.off():
+        wanted = everything(layer, other)
+    assert_equal(everything(layer, other), wanted)
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_backward_twice(cell, path):
+    """The second finds again what the first used up."""
+    layer, x = layer_and_input(cell)
+    with replay.off():
+        _, *wanted = everything(layer, x)
+    for _ in range(4):
+        loss = loss_of(layer(x)[0])
+        for _ in range(2):
+            found = torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=True)
+            assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "options", [{"bidirectional": True}, {"num_layers": 2}, {"num_layers": 2, "norm": None}], ids=str
+)
+def test_several_recurrences(options):
+    layer, x = layer_and_input("LSTM", **options)
+    with replay.off():
+        wanted = everything(layer, x)
+    for _ in range(5):
+        assert_equal(everything(layer, x), wanted)
+    assert Again.replays
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_what_was_kept_is_used_up(cell, path, monkeypatch):
+    """Else these tests would show nothing: x as the steps take it is overwritten by its gradients."""
+    layer, x = layer_and_input(cell)
+    changed = []
+    backward = walk.backward
+
+    def spied(setting, path, tensors, extras, kept, *rest, once=False):
+        kept = [*kept]
+        before = [t.clone() for t in kept[1:4]]
+        found = backward(setting, path, tensors, extras, kept, *rest, once=once)
+        changed.append([not torch.equal(a, b) for a, b in zip(kept[1:4], before)])  # W_x x, its statistics, x
+        return found
+
+    monkeypatch.setattr(walk, "backward", spied)
+    for _ in range(4):
+        everything(layer, x)
+    # Twice piece by piece; then launched over what a graph left, captured, and replayed.
+    assert changed == [[False] * 3] * 2 + [[True, False, True]] * 3
