@@ -32,10 +32,11 @@ def test_launches_reach_the_driver(tmp_path):
     names = [*json.loads(found.stdout)]
     assert all(launched[:-1])
     # A pass is one launch of programs that wait for each other, whatever is captured or shares it; five training steps
-    # are captured on the way; a part of a sequence goes forward once more on the way back.
-    parts = wavefront.launches(3, 60, 2, False)
+    # are captured on the way; a part of a sequence goes forward once more on the way back. Three layers fit at once
+    # forward, two backward.
+    parts = [*wavefront.launches(3, 60, 3, False), *wavefront.launches(3, 60, 2, True)]
     assert dict(zip(names, waiting)) == {
-        "LSTM": 2 * 2 + 2 + 1, "GRU": 2, "both directions": 2, "three layers": 2 * len([*parts]), "steps": 0,
+        "LSTM": 2 * 2 + 2 + 1, "GRU": 2, "both directions": 2, "three layers": len(parts), "steps": 0,
         "recompute": 1 + 2 * 4, "cell": 0, "layer norm": 0, "refused": 0,
     }  # fmt: skip
     assert replayed[names.index("LSTM")] == 3 + 2  # forward from the third call on, backward from the fourth

@@ -128,6 +128,16 @@ def test_scaled_halves_and_deferred_scalars(device, monkeypatch):
     assert_as_good_as_apart(monkeypatch, "LSTM", torch.float32, device, (4, 3, 5, 20), count=2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_chunk_by_chunk(cell, dtype, device, monkeypatch):
+    """As where three programs share a multiprocessor: h is brought to the product in parts, one after another."""
+    monkeypatch.setattr(plans.Plan, "narrow", property(lambda self: True))
+    monkeypatch.setitem(plans.OVERRIDE, "chunk", 16)
+    monkeypatch.setattr(precision, "HALF_WHEN_INTERPRETED", True)
+    assert_as_good_as_apart(monkeypatch, cell, dtype, device, (5, 3, 4, 40))
+
+
 def test_zoneout_in_evaluation_and_no_gradients(device):
     made = [lamina.GRU(3, 6, 3, zoneout=0.3, dropout=0.5, backend=b, device=device) for b in ("triton", "reference")]
     made[1].load_state_dict(made[0].state_dict())

@@ -55,6 +55,15 @@ def added(a, b):
 
 
 @triton.jit
+def not_before(x):
+    """16-bit numbers, which the compiler may not bring to shared memory before what stands above this is done."""
+    if COMPILED:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
+    else:
+        return x
+
+
+@triton.jit
 def fitting(most):
     """The power of two that brings ``most`` to between 2^14 and 2^15, as float16 likes it, and its inverse.
 

@@ -167,7 +167,7 @@ def forward_walk(
     arguments = {
         "weight": weight, "hist": hist, "h_last": h_last, "c_last": c_last, "c_hist": c_hist, "xhat": xhat,
         "stats": stats, "c_first": x if c is None else c, "HAS_C": c is not None, "TRAIN": keep,
-        **_scales(matrix, h, extras),
+        "NARROW": cut.narrow, **_scales(matrix, h, extras),
         **_shared(x, h, *small), **extras.arguments(weight),
     }  # fmt: skip
     words = 2 * cut.members * cut.rows * (form.sums + 2)

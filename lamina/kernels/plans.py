@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,9 @@ RESERVED = 28 * 1024  # bytes of shared memory that are left to the compiler
 OVERRIDE: dict[str, Any] = {}  # fields of a plan that a tuner tries
 # Rows of a tile: as few as groups allow, since each step's work is by rows; with more, the cell's registers spill.
 FEWEST_ROWS, MOST_ROWS = 8, 32
-RESIDENTS = 2  # programs of a multiprocessor, at most, where recurrences share a launch; three are to be tried
+# Programs of a multiprocessor, at most, where recurrences share a launch. Backward, a third would leave each thread 168
+# registers: at B = 64, H = 512 388 bytes are spilled for an LSTM, 704 for a GRU. Forward none are.
+RESIDENTS, RESIDENTS_BACKWARD = 3, 2
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class Plan:
     chunk: int  # of the contraction (forward) or of the outputs (backward)
     warps: int
     residents: int = 1  # programs of a multiprocessor
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a forward pass has memory for one chunk of h at a time only."""
+        return self.residents > 2
 
 
 def processors(device: torch.device) -> int:
@@ -57,13 +64,16 @@ def memory_beside(device: torch.device, residents: int) -> int:
         return 2**40
     properties, hopper = torch.cuda.get_device_properties(device), 228 * 1024
     whole = int(getattr(properties, "shared_memory_per_multiprocessor", hopper))
-    return whole // residents - 1024 - (RESERVED if residents == 2 else 4096)  # a program takes 1 KiB for itself
+    return whole // residents - 1024 - (RESERVED if residents == 2 else 2048)  # a program takes 1 KiB for itself
 
 
-def plan(gates: int, hidden: int, batch: int, size: int, programs: int, memory: int, backward: bool) -> Plan | None:
+def plan(
+    gates: int, hidden: int, batch: int, size: int, programs: int, memory: int, backward: bool, residents: int = 1
+) -> Plan | None:
     """Cut a problem for ``programs`` that can be on the device at once; None when its weights do not fit on chip.
 
-    ``size`` is that of an element of the product's operands, ``memory`` a program's shared memory, in bytes.
+    ``size`` is that of an element of the product's operands, ``memory`` a program's shared memory, in bytes, of which
+    there are as many ``residents`` on a multiprocessor.
     """
     units = OVERRIDE.get("units", 64 // gates)
     while -(-hidden // units) > programs:
@@ -75,16 +85,19 @@ def plan(gates: int, hidden: int, batch: int, size: int, programs: int, memory: 
     rows = OVERRIDE.get("rows") or min(MOST_ROWS, max(FEWEST_ROWS, power(-(-batch // groups))))
     groups = min(groups, -(-batch // rows))
     span = members * units
-    chunk = OVERRIDE.get("chunk") or _chunk(span, rows, size, backward)
+    narrow = residents > 2 and not backward
+    if narrow and size != 2:
+        return None
+    chunk = OVERRIDE.get("chunk") or (max(16, power(span) // 4) if narrow else _chunk(span, rows, size, backward))
     weights = size * gates * units * -(-span // chunk) * chunk
-    operand = gates * units if backward else chunk * (-(-span // chunk) if rows <= 16 else 2)
+    operand = gates * units if backward else chunk * (1 if narrow else -(-span // chunk) if rows <= 16 else 2)
     if weights + size * rows * operand > memory:
         return None
     # Odd sizes poll h number by number: with 4 warps and tiles of 16 rows, ptxas 12.8 makes code for some of them (GRU,
     # 257 and 301 units, float32) whose matrix instructions read outside shared memory; with 8, 257 units were sound.
     many = rows > 16 or (backward and rows > 8 and span > 512) or (not backward and rows > 8 and hidden % 4 != 0)
     warps = OVERRIDE.get("warps") or (8 if many else 4)
-    return Plan(rows, units, members, groups, chunk, warps)
+    return Plan(rows, units, members, groups, chunk, warps, residents)
 
 
 def plan_together(
@@ -95,13 +108,14 @@ def plan_together(
     Each on processors of its own, or where tiles are smaller then, several programs on a multiprocessor, of which one
     computes while the others wait. That takes 4 warps a program: 8 of them may need all registers.
     """
-    programs, most = processors(device), OVERRIDE.get("residents", RESIDENTS if sides > 1 else 1)
+    usual = RESIDENTS_BACKWARD if backward else RESIDENTS
+    programs, most = processors(device), OVERRIDE.get("residents", usual if sides > 1 else 1)
     found = []
     for residents in range(1, most + 1):
         share, memory = max(1, residents * programs // sides), memory_beside(device, residents)
-        cut = plan(gates, hidden, batch, size, share, memory, backward)
+        cut = plan(gates, hidden, batch, size, share, memory, backward, residents)
         if cut is not None and (residents == 1 or cut.warps <= 4) and (sides == 1 or _one_launch(cut, batch)):
-            found.append(replace(cut, residents=residents))
+            found.append(cut)
     return min(found, key=lambda cut: (cut.rows, cut.residents), default=None)
 
 

@@ -51,6 +51,7 @@ from .formulas import (
     lstm_cell_backward,
     lstm_gates,
     lstm_output_backward,
+    not_before,
     over,
     quick_enough,
     rnn_backward,
@@ -208,8 +209,12 @@ def forward_kernel(
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
     K: tl.constexpr, NK: tl.constexpr, P2: tl.constexpr, SOLO: tl.constexpr, PRECISION: tl.constexpr,
     HALF: tl.constexpr, HAS_REACH: tl.constexpr, SPIN: tl.constexpr, WARPS: tl.constexpr, STACKED: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
-    """One group of programs walks its tile of rows through all T steps, or through a part of them."""
+    """One group of programs walks its tile of rows through all T steps, or through a part of them.
+
+    NARROW: the parts of the product are formed one after another, so that their operands share one part's memory.
+    """
     group, member = tl.program_id(0) // P, tl.program_id(0) % P
     NS: tl.constexpr = 1 if SPLIT == TOGETHER else (2 if SPLIT == PAIR else GP)
     QUICK: tl.constexpr = quick_enough(hist.dtype.element_ty)
@@ -319,7 +324,10 @@ def forward_kernel(
             )
             old = old * up[:, None] if HALF else old
             old = _as_operand(old, weight.dtype.element_ty, PRECISION)
-            if PRECISION == "tf32x3":  # the matrix unit cuts its sums off: it gets short ones, which are added rightly
+            if NARROW and part > 0:
+                old = not_before(old)
+            # The matrix unit cuts sums of TF32 off: it gets short ones, which are added rightly.
+            if PRECISION == "tf32x3" or NARROW:
                 y = added(y, tl.dot(w[part], tl.trans(old), input_precision=PRECISION))
             else:
                 y = tl.dot(w[part], tl.trans(old), y, input_precision=PRECISION)
