@@ -185,13 +185,21 @@ def outer_gradients(
     form, (groups, mode) = form_of(setting), input_side(setting)
     bias_ih, bias_hh, gain_ih = tensors[5:8]
     x, outer = there(tensors[0]), any(b is not None for b in outer_biases(form, bias_ih, bias_hh))
-    place = summed if once and mode == "norm" and rows.in_place(summed.shape[-1], groups) else None
+    place = summed if once and makes_way(setting, summed) else None
     d_summed, small = rows.backward(
         found.pop("x"), summed, gain_ih, statistics, groups, mode, setting.eps, setting.eps_mode, outer, place
     )
     if callable(found.setdefault("weight", None)):
         found["weight"] = found["weight"]()  # no other name: it holds a tensor as large as all gates
     return assembled(setting, tensors, x, found, d_summed, small, needed)
+
+
+def makes_way(setting: Setting, summed: Tensor) -> bool:
+    """Whether the gradient of W_x x may take its place."""
+    from . import rows
+
+    groups, mode = input_side(setting)
+    return mode == "norm" and rows.in_place(summed.shape[-1], groups)
 
 
 def assembled(

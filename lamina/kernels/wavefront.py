@@ -141,7 +141,7 @@ def backward(
         form, prepared, matrix, sides.stacked([t[1] for t in each]), sides.small_of(inner), sides.extras_of(extras),
         (hist, *rest), d_out, d_h, d_c, anew or once, most,
     )  # fmt: skip
-    way = Descent(setting, form, each, found, xhat, stats, summed, statistics, hist.dtype)
+    way = Descent(setting, form, each, found, xhat, stats, summed, statistics, hist.dtype, once)
     for part, pieces in launches(len(each), steps, most, True):
         walking.go(part)
         for piece in pieces:
@@ -172,11 +172,12 @@ class Descent:
 
     def __init__(
         self, setting: Setting, form: Form, each: Sequence[Sequence[Given]], found: Found, xhat: Tensor, stats: Tensor,
-        summed: Tensor, statistics: Tensor, dtype: torch.dtype,
+        summed: Tensor, statistics: Tensor, dtype: torch.dtype, once: bool,
     ) -> None:  # fmt: skip
         self.setting, self.form, self.each, self.found, self.dtype = setting, form, each, found, dtype
         self.xhat, self.stats, self.summed, self.statistics = xhat, stats, summed, statistics
-        self.d_summed = torch.empty_like(found.d_x, dtype=dtype)
+        in_place = once and walk.makes_way(setting, summed)
+        self.d_summed = summed if in_place else torch.empty_like(found.d_x, dtype=dtype)
         # To the products W~ h': in the place of those to the normalised ones, which are used before.
         self.raw = found.d_y if found.d_y.dtype == dtype else torch.empty_like(found.d_y, dtype=dtype)
         self.inner = [walk.inner(form, t) for t in each]
