@@ -5,6 +5,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # processes that share the GPU in test-gpu
 WORKERS ?= 8
+# where bench-gpu leaves its records
+RESULTS ?= results
 STAMP  := $(VENV)/.installed
 
 KILLS ?= 100
@@ -29,15 +31,15 @@ test-gpu:
 # The recurrent layers on a GPU, with the Python at hand: errors at every size, ten thousand launches, memory and race
 # checks, what a first call costs, then speed against cuDNN's; whole layers and memory, cells, layer norm, a world model.
 bench-gpu:
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/verify.py --out results/verify-sequence.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/stress.py --out results/stress-sequence.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/sanitize.py --out results/sanitize-sequence.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/first.py --out results/bench-first.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --out results/bench-sequence.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --op layers --out results/bench-layers.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --op cell --out results/bench-cell.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --op layer_norm --compiled --out results/bench-norm.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/rssm.py --out results/bench-rssm.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/verify.py --out $(RESULTS)/verify-sequence.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/stress.py --out $(RESULTS)/stress-sequence.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/sanitize.py --out $(RESULTS)/sanitize-sequence.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/first.py --out $(RESULTS)/bench-first.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --out $(RESULTS)/bench-sequence.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --op layers --out $(RESULTS)/bench-layers.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --op cell --out $(RESULTS)/bench-cell.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --op layer_norm --compiled --out $(RESULTS)/bench-norm.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/rssm.py --out $(RESULTS)/bench-rssm.json
 
 # A run killed with SIGKILL at random moments, resumed each time, compared with one that was never touched.
 soak: $(STAMP)
