@@ -8,7 +8,6 @@ float32 sums are what they were: errors are TF32's, memory and time are float16'
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import interpreted
+from .switch import Switch
 
 _SWITCH: Any = getattr(torch.backends.cudnn, "rnn")  # noqa: B009  (mypy knows no such name; found once, not a step)
 
@@ -102,19 +102,8 @@ class Product:
 
 
 LATE = 16 * 2**20  # numbers of a product that is worth another launch, and factors that stay until then
-
-
-_here = threading.local()
-
-
-@contextmanager
-def formed_at_once() -> Iterator[None]:
-    """No product is left for later in this thread: for a pass that nobody captures, whose factors had better go."""
-    before, _here.at_once = getattr(_here, "at_once", False), True
-    try:
-        yield
-    finally:
-        _here.at_once = before
+# No product is left for later in this thread: for a pass that nobody captures, whose factors had better go.
+formed_at_once = Switch()
 
 
 def matrix_gradient(d: Tensor, x: Tensor) -> Tensor | Product:
@@ -125,7 +114,7 @@ def matrix_gradient(d: Tensor, x: Tensor) -> Tensor | Product:
 
 def left_for_later(numbers: int) -> bool:
     """Whether a product of so many numbers is."""
-    return numbers >= LATE and not getattr(_here, "at_once", False)
+    return numbers >= LATE and not formed_at_once
 
 
 def formed(gradient: Tensor | Product | None) -> Tensor | None:

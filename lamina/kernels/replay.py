@@ -12,12 +12,13 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .switch import Switch
 
 LIMIT = 8  # kinds of calls that are kept, over all devices
 LONGEST = 32  # steps of a graph
@@ -26,24 +27,15 @@ LOCK = threading.RLock()  # whoever fills the memory of a loop runs it before an
 _entries: OrderedDict[Hashable, Any] = OrderedDict()
 _copies: weakref.WeakValueDictionary[Hashable, Copy] = weakref.WeakValueDictionary()
 _streams: dict[torch.device, list[torch.cuda.Stream]] = {}
-_here = threading.local()
+# No graphs in this thread: for callers whose memory allocator would not like what is kept between calls.
+off = Switch()
 
 
 def serves(tensor: Tensor) -> bool:
     """Whether a loop on this tensor's device may be replayed: nobody captures the stream, nobody said ``off``."""
-    if not tensor.is_cuda or getattr(_here, "off", False):
+    if not tensor.is_cuda or off:
         return False
     return not torch.cuda.is_current_stream_capturing()
-
-
-@contextmanager
-def off() -> Iterator[None]:
-    """No graphs in this thread: for callers whose memory allocator would not like what is kept between calls."""
-    before, _here.off = getattr(_here, "off", False), True
-    try:
-        yield
-    finally:
-        _here.off = before
 
 
 def stream_of(tensor: Tensor) -> tuple[torch.device, int]:
