@@ -52,7 +52,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     h, c = (stacked([t[at] for t in each]) for at in (1, 2))
     small = small_of([walk.inner(form, t) for t in each])
     walking, found = launch.forward_walk(
-        form, prepared, matrix, h, c, small, extras_of(extras), keep in (walk.ALL, walk.ONCE), len(each)
+        form, prepared, matrix, h, c, small, extras_of(extras), keep in walk.WHOLE, len(each)
     )
     walking.go(Part(len(each), prepared.shape[1]))
     hist, h_n, c_n, *kept = found

@@ -22,6 +22,7 @@ from .precision import Matrix, Product, as_cudnn_multiplies, formed, left_for_la
 # What a forward pass leaves for backward: nothing, the states alone, all that ``backward`` takes, or all of it for one
 # backward pass, which may use its memory.
 NOTHING, STATES, ALL, ONCE = "nothing", "states", "all", "once"
+WHOLE = ALL, ONCE
 C_HIST = 5  # where c of all steps stands in what ``forward`` gives after hist and the final states; first on a CPU
 
 
@@ -95,7 +96,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     normed = setting.where.groups(form.site) if form.site else ()
     matrix = rows.matrix(there(weight_hh), normed, setting.factors == "half")
     hist, h_n, c_n, *kept = module(path).forward(
-        form, prepared, matrix, h, c, *inner(form, tensors), Extras(*extras), keep in (ALL, ONCE)
+        form, prepared, matrix, h, c, *inner(form, tensors), Extras(*extras), keep in WHOLE
     )
     most = statistics.new_empty(0) if matrix.most is None else matrix.most
     return [hist, h_n, c_n, summed, statistics, kept_x, matrix.values, most, *kept]
@@ -113,7 +114,7 @@ def kept_sides(setting: Setting, summed: Tensor, prepared: Tensor, keep: str, pa
     is given back empty, so that its memory is free before the steps, or after them. What is kept for one pass back is
     both: the gradients of x take the place of x.
     """
-    if keep not in (ALL, ONCE):
+    if keep not in WHOLE:
         return summed.new_empty(0), prepared.new_empty(0)
     if input_side(setting)[1] != "norm":
         return summed.new_empty(0), prepared

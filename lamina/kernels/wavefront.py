@@ -108,7 +108,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     h, c = (sides.stacked([t[at] for t in each]) for at in (1, 2))
     small = sides.small_of([walk.inner(form, t) for t in each])
     walking, found = launch.forward_walk(
-        form, prepared, matrix, h, c, small, sides.extras_of(extras), keep in (walk.ALL, walk.ONCE), most
+        form, prepared, matrix, h, c, small, sides.extras_of(extras), keep in walk.WHOLE, most
     )
     hist, h_n, c_n, *kept = found
     sides.project(setting, each[0], there(each[0][0]), summed[0], prepared[0], statistics[0])
