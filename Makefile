@@ -5,8 +5,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # processes that share the GPU in test-gpu
 WORKERS ?= 8
-# where bench-gpu leaves its records
+# where bench-gpu leaves its records, and when it stops
 RESULTS ?= results
+MINUTES ?= inf
 STAMP  := $(VENV)/.installed
 
 KILLS ?= 100
@@ -28,18 +29,11 @@ test: $(STAMP)
 test-gpu:
 	LAMINA_TEST_DEVICE=cuda PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -n $(WORKERS) --dist worksteal tests
 
-# The recurrent layers on a GPU, with the Python at hand: errors at every size, ten thousand launches, memory and race
-# checks, what a first call costs, then speed against cuDNN's; whole layers and memory, cells, layer norm, a world model.
+# The kernels on a GPU, with the Python at hand: errors at every size, ten thousand launches, memory and race checks, then
+# speed against cuDNN's; whole layers and memory, cells, layer norm, a world model, what a first call costs. Stopped
+# after MINUTES, it goes on the next time.
 bench-gpu:
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/verify.py --out $(RESULTS)/verify-sequence.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/stress.py --out $(RESULTS)/stress-sequence.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/sanitize.py --out $(RESULTS)/sanitize-sequence.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/first.py --out $(RESULTS)/bench-first.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --out $(RESULTS)/bench-sequence.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --op layers --out $(RESULTS)/bench-layers.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --op cell --out $(RESULTS)/bench-cell.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/speed.py --op layer_norm --compiled --out $(RESULTS)/bench-norm.json
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/rssm.py --out $(RESULTS)/bench-rssm.json
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/everything.py --out $(RESULTS) --minutes $(MINUTES)
 
 # A run killed with SIGKILL at random moments, resumed each time, compared with one that was never touched.
 soak: $(STAMP)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import sys
@@ -28,9 +27,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import lamina
-from lamina import records
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import growing
 
+import lamina
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 UNITS = (512, 4096)
 STEPS, BATCH, ACTIONS, EMBEDDED, STOCHASTIC, CLASSES = 64, 16, 6, 1024, 32, 32
 EAGER, CELL, LAYER = "eager", "lamina cell", "lamina layer"
@@ -160,29 +162,29 @@ def captured(step: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def contenders(units: int, data: Any, dtype: torch.dtype, compiled: bool) -> dict[str, dict[str, Step]]:
-    """By kind of posterior: training steps by name. The first of each is what is written today."""
+def contenders(units: int, posterior: str, data: Any, dtype: torch.dtype, compiled: bool) -> dict[str, Step]:
+    """Training steps by name. The first is what is written today."""
     width, device = (512 if units <= 1024 else 1024), data[0].device
-    found: dict[str, dict[str, Step]] = {}
-    for posterior in ("state and frame", "frame"):
-        torch.manual_seed(0)
-        model = Model(units, width, posterior).to(device, dtype)
-        ours = with_ours(model, False, "triton")
-        steps: dict[str, Step] = {
-            EAGER: trained(model, lambda m=model: m.observe(*data)),
-            CELL: trained(ours, lambda m=ours: m.observe(*data)),
-        }
-        if compiled:
-            fast = torch.compile(model.step, fullgraph=True, dynamic=False)
-            steps["eager, step compiled"] = trained(model, lambda m=model, f=fast: m.observe(*data, step=f))
-        if posterior == "frame":
-            layer = with_ours(model, True, "auto")
-            steps[LAYER] = trained(layer, lambda m=layer: m.observe_at_once(*data))
-        for name in list(steps):
-            if "compiled" not in name:
-                steps[f"{name}, CUDA graph"] = captured(steps[name])
-        found[posterior] = steps
-    return found
+    torch.manual_seed(0)
+    model = Model(units, width, posterior).to(device, dtype)
+    ours = with_ours(model, False, "triton")
+    steps: dict[str, Step] = {
+        EAGER: trained(model, lambda: model.observe(*data)),
+        CELL: trained(ours, lambda: ours.observe(*data)),
+    }
+    if compiled:
+        torch._dynamo.reset()  # after eight models it would give up and not compile at all
+        fast = torch.compile(model.step, fullgraph=True, dynamic=False)
+        steps["eager, step compiled"] = trained(model, lambda: model.observe(*data, step=fast))
+    if posterior == "frame":
+        layer = with_ours(model, True, "auto")
+        steps[LAYER] = trained(layer, lambda: layer.observe_at_once(*data))
+    return steps
+
+
+def with_graphs(steps: dict[str, Step]) -> dict[str, Step]:
+    """Each also as one CUDA graph, but for what a compiler has made."""
+    return steps | {f"{name}, CUDA graph": captured(step) for name, step in steps.items() if "compiled" not in name}
 
 
 def milliseconds(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
@@ -214,26 +216,22 @@ def checked(steps: dict[str, Step], dtype: torch.dtype) -> dict[str, float]:
     return losses
 
 
-def main() -> None:
-    """Measure on a GPU, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--units", default=",".join(map(str, UNITS)))
-    parser.add_argument("--dtypes", default="fp32,bf16")
-    parser.add_argument("--no-compiled", action="store_true")
-    parser.add_argument("--out", default="results/bench-rssm.json")
-    given = parser.parse_args()
-    kinds, rows = {"fp32": torch.float32, "bf16": torch.bfloat16}, []
-    for dtype in given.dtypes.split(","):
-        for units in map(int, given.units.split(",")):
-            data = batch("cuda", kinds[dtype])
-            for posterior, steps in contenders(units, data, kinds[dtype], not given.no_compiled).items():
-                losses = checked(steps, kinds[dtype])
-                times = milliseconds(steps, given.rounds)
-                rows.append({"units": units, "dtype": dtype, "posterior": posterior, "milliseconds": times,
-                             "losses": losses})  # fmt: skip
-                print(units, dtype, posterior, *(f"{k}: {statistics.median(v):.2f}" for k, v in times.items()),
-                      sep="\n  ", flush=True)  # fmt: skip
+def measure(units: int, dtype: str, posterior: str, rounds: int, compiled: bool) -> dict[str, Any]:
+    """One row: milliseconds of every contender in every round."""
+    kind = DTYPES[dtype]
+    steps = with_graphs(contenders(units, posterior, batch("cuda", kind), kind, compiled))
+    losses = checked(steps, kind)
+    return {"milliseconds": milliseconds(steps, rounds), "losses": losses}
+
+
+def touch(units: int, dtype: str, posterior: str, compiled: bool) -> None:
+    """Compile what a case needs."""
+    for step in contenders(units, posterior, batch("cuda", DTYPES[dtype], steps=2), DTYPES[dtype], compiled).values():
+        step()
+
+
+def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The record as people read it."""
     lines = [
         [str(row["units"]), row["dtype"], row["posterior"], name, f"{statistics.median(times):.2f}",
          f"{statistics.median(row['milliseconds'][EAGER]) / statistics.median(times):.1f}"]
@@ -241,16 +239,39 @@ def main() -> None:
         for name, times in row["milliseconds"].items()
     ]  # fmt: skip
     columns = ["units", "dtype", "posterior sees", "", "milliseconds", "times as fast as eager"]
-    record = {
-        "schema": records.SCHEMA, "kind": "bench", "name": "rssm", "title": "A world model's observe loop",
-        "environment": records.environment(), "rows": rows,
-        "tables": [{"caption": f"A training step, {BATCH} cases, {STEPS} steps", "columns": columns, "rows": lines}],
-        "command": f"python benchmarks/rssm.py --rounds {given.rounds} --units {given.units} --dtypes {given.dtypes}",
+    return [{"caption": f"A training step, {BATCH} cases, {STEPS} steps", "columns": columns, "rows": lines}]
+
+
+def shown(row: dict[str, Any]) -> str:
+    times = (f"{name}: {statistics.median(values):.2f}" for name, values in row["milliseconds"].items())
+    return "\n  ".join([f"{row['units']} {row['dtype']} {row['posterior']}", *times])
+
+
+def main() -> int:
+    """Measure on a GPU, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--units", default=",".join(map(str, UNITS)))
+    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--no-compiled", action="store_true")
+    growing.arguments(parser, "results/bench-rssm.json")
+    given = parser.parse_args()
+    cases = [
+        {"units": int(units), "dtype": dtype, "posterior": posterior}
+        for dtype in given.dtypes.split(",")
+        for units in given.units.split(",")
+        for posterior in ("state and frame", "frame")
+    ]
+    head = {
+        "kind": "bench", "name": "rssm", "title": "A world model's observe loop",
+        "command": growing.command("rssm.py"),
         "about": "Medians of interleaved rounds in randomised order; the same weights and noise for all.",
     }  # fmt: skip
-    Path(given.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(given.out).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    return growing.run(
+        given, head, table, cases, lambda **case: measure(**case, rounds=given.rounds, compiled=not given.no_compiled),
+        shown, lambda **case: touch(**case, compiled=not given.no_compiled),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,6 +15,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch  # noqa: F401  (without it a record does not know the GPU)
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lamina import records
 

@@ -20,19 +20,18 @@ import importlib
 import json
 import math
 import statistics
-import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import growing
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lamina
-from lamina import records
 from lamina.kernels import passes
 
 # batch, steps, inputs, units
@@ -227,7 +226,7 @@ def measure(cell: str, dtype: str, shape: tuple[int, ...], rounds: int, rivals: 
     times = interleaved(ready, lengths, rounds)
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
-        "cell": cell, "dtype": dtype, "shape": list(shape), "cudnn_persistent": persistent(cell, dtype, shape),
+        "cudnn_persistent": persistent(cell, dtype, shape),
         "backend": str(lamina.explain(layers[OURS], x)), "microseconds": times, "median": medians,
         "ratio_to_cudnn": medians[OURS] / medians[CUDNN], "ratio_to_own_plain": medians[OURS] / medians[PLAIN],
         "ratio_to_step_by_step": medians[OURS] / medians[EAGER] if EAGER in medians else None,
@@ -296,34 +295,24 @@ def geometric_means(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def compile_ahead(cells: list[str], dtypes: list[str], shapes: list[int], workers: int, rivals: str = "") -> None:
-    """Compile every kernel in several processes at once; Triton's cache and the compiler's are shared."""
-    cases = [(c, d, s) for c in cells for d in dtypes for s in shapes]
-    code = "import sys; sys.path.insert(0, 'benchmarks'); import speed; speed.touch(sys.argv[1:])"
-    parts = [cases[k::workers] for k in range(workers)]
-    running = [
-        subprocess.Popen([sys.executable, "-c", code, *(f"{c}:{d}:{s}:{int(d in rivals)}" for c, d, s in part)])
-        for part in parts
-        if part
-    ]
-    for process in running:
-        process.wait()
+def touch(cell: str, dtype: str, shape: Sequence[int], rivals: bool = False) -> None:
+    """Compile what a case needs: a pass over two steps uses the same kernels."""
+    batch, _, inputs, hidden = shape
+    x = torch.randn(2, batch, inputs, device="cuda", dtype=DTYPES[dtype], requires_grad=True)
+    for norm in ("layer", None):
+        layer = getattr(lamina, cell)(inputs, hidden, norm=norm, device="cuda", dtype=DTYPES[dtype])
+        layer(x)[0].sum().backward()
+    if rivals and hidden <= 1024:
+        looped_step(cell, DTYPES[dtype], (batch, 2, inputs, hidden))()
 
 
-def touch(cases: list[str]) -> None:
-    """Run each case once over two steps."""
-    for case in cases:
-        cell, dtype, number, rival = case.split(":")
-        batch, _, inputs, hidden = SHAPES[int(number)]
-        x = torch.randn(2, batch, inputs, device="cuda", dtype=DTYPES[dtype], requires_grad=True)
-        for norm in ("layer", None):
-            layer = getattr(lamina, cell)(inputs, hidden, norm=norm, device="cuda", dtype=DTYPES[dtype])
-            layer(x)[0].sum().backward()
-        if rival == "1" and hidden <= 1024:
-            looped_step(cell, DTYPES[dtype], (batch, 2, inputs, hidden))()
+def as_cudnn_users() -> None:
+    """What all recurrent benchmarks of a GPU set first."""
+    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+    torch.backends.cuda.matmul.allow_tf32 = True  # the reference's float32 products, as cuDNN's and ours
 
 
-def main() -> None:
+def main() -> int:
     """Measure, print, and write the record after every row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default="LSTM,GRU")
@@ -333,53 +322,35 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rivals", default="bf16,fp32,fp16", help="dtypes in which to time the compiled loop as well")
-    parser.add_argument("--workers", type=int, default=8, help="processes that compile beforehand; 0: none do")
-    parser.add_argument("--out", default="results/bench-sequence.json")
-    parser.add_argument("--keep", action="store_true", help="go on with the record: measure only rows it has not")
     parser.add_argument(
         "--readme", action="store_true", help="measure nothing: print the README's table of that record"
     )
+    growing.arguments(parser, "results/bench-sequence.json")
     given = parser.parse_args()
     if given.readme:
         print(readme(json.loads(Path(given.out).read_text())))
-        return
-    cells, dtypes, shapes = given.cells.split(","), given.dtypes.split(","), [int(n) for n in given.shapes.split(",")]
-    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-    torch.backends.cuda.matmul.allow_tf32 = True  # the reference's float32 products, as cuDNN's and ours
-    if given.workers:
-        compile_ahead(cells, dtypes, shapes, given.workers, given.rivals)
-    rows = kept(given.out) if given.keep else []
-    done = {(row["cell"], row["dtype"], tuple(row["shape"])) for row in rows}
-    for cell in cells:
-        for dtype in dtypes:
-            for number in shapes:
-                if (cell, dtype, SHAPES[number]) in done:
-                    continue
-                row = measure(cell, dtype, SHAPES[number], given.rounds, dtype in given.rivals.split(","))
-                rows.append(row)
-                shown = "  ".join(f"{name} {value:.1f}" for name, value in row["median"].items())
-                print(f"{cell} {dtype} {SHAPES[number]}: {shown}  ratio {row['ratio_to_cudnn']:.2f}", flush=True)
-                _write(given.out, rows)
-    for name, mean in geometric_means(rows).items():
-        print(f"{name}: geometric mean {mean['mean']:.3f}, highest {mean['highest']:.2f} of {mean['n']}")
+        return growing.DONE
+    as_cudnn_users()
+    chosen = [SHAPES[int(number)] for number in given.shapes.split(",")]
+    cases = [
+        {"cell": cell, "dtype": dtype, "shape": list(shape)}
+        for cell in given.cells.split(",")
+        for dtype in given.dtypes.split(",")
+        for shape in chosen
+    ]
+    rivals = given.rivals.split(",")
+    status = growing.run(
+        given, _head(), tables, cases,
+        lambda cell, dtype, shape: measure(cell, dtype, tuple(shape), given.rounds, dtype in rivals), shown,
+        lambda cell, dtype, shape: touch(cell, dtype, shape, dtype in rivals),
+    )  # fmt: skip
+    return status
 
 
-def _place(row: dict[str, Any]) -> int:
-    return SHAPES.index(tuple(row["shape"]))
-
-
-def kept(out: str) -> list[dict[str, Any]]:
-    """The rows of a record that this very code has made, if there is one."""
-    if not Path(out).exists():
-        return []
-    record, here = json.loads(Path(out).read_text()), records.environment()
-    EARLIER.append(record["command"])
-    for name in ("commit", "machine"):
-        if record["environment"][name] != here[name]:
-            raise SystemExit(
-                f"{out} was made with {name} {record['environment'][name]}, this is {here[name]}: measure all anew"
-            )
-    return list(record["rows"])
+def shown(row: dict[str, Any]) -> str:
+    """A row as it is told on the way."""
+    times = "  ".join(f"{name} {value:.1f}" for name, value in row["median"].items())
+    return f"{row['cell']} {row['dtype']} {tuple(row['shape'])}: {times}  ratio {row['ratio_to_cudnn']:.2f}"
 
 
 def tables(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -423,7 +394,7 @@ def readme(record: dict[str, Any]) -> str:
         [", ".join(map(str, shape)), *(ratios.get((*shape, kind), "-") for kind in kinds)]
         for shape in dict.fromkeys(tuple(row["shape"]) for row in rows)
     ]
-    means = record["geometric_means"]
+    means = geometric_means(rows)
     for name, end in (("geometric mean", ""), ("geometric mean of \\*", ", cuDNN persistent")):
         lines.append([name, *(f"{means[k + end]['mean']:.2f}" if k + end in means else "-" for k in kinds)])
     first = _markdown(["batch, steps, inputs, units", *kinds], lines)
@@ -451,31 +422,14 @@ def _markdown(columns: list[str], lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in both)
 
 
-EARLIER: list[str] = []  # commands that made the rows which this one keeps
-
-
-def command() -> str:
-    """As it was typed, but for where the record goes."""
-    words = sys.argv[1:]
-    if "--out" in words:
-        at = words.index("--out")
-        del words[at : at + 2]
-    return "; ".join([*EARLIER, " ".join(["python benchmarks/speed.py", *words])])
-
-
-def _write(out: str, rows: list[dict[str, Any]]) -> None:
-    rows = sorted(rows, key=lambda row: (row["cell"] == "GRU", [*DTYPES].index(row["dtype"]), _place(row)))
-    record = {
-        "schema": records.SCHEMA, "kind": "bench", "name": "sequence",
+def _head() -> dict[str, Any]:
+    return {
+        "kind": "bench", "name": "sequence", "command": growing.command("speed.py"),
         "title": "Training step of one recurrent layer on a GPU, microseconds a time step",
-        "environment": records.environment(), "command": command(),
-        "geometric_means": geometric_means(rows), "rows": rows, "tables": tables(rows),
         "about": "Forward and backward of one layer, input projection included, float32 in TF32; medians. LN is our "
         "layer-normalised layer (the paper's placement), plain ours without a norm, cuDNN torch.nn's, which in "
         "bfloat16 copies its weights together in every call, as it tells its users.",
     }  # fmt: skip
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    Path(out).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
@@ -487,6 +441,6 @@ if __name__ == "__main__":
         parts = {"layer_norm": "speed_norm", "layers": "speed_layers", "cell": "speed_cell"}
         if sys.argv[2:3] == [] or sys.argv[2] not in parts:
             sys.exit(f"--op must be one of {', '.join(parts)}, got {' '.join(sys.argv[2:3]) or 'nothing'}.")
-        importlib.import_module(parts[sys.argv[2]]).main(sys.argv[3:])
+        sys.exit(importlib.import_module(parts[sys.argv[2]]).main(sys.argv[3:]))
     else:
-        main()
+        sys.exit(main())

@@ -16,20 +16,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import growing
 import torch
 from torch import Tensor, nn
 
 import lamina
-from lamina import records
 from lamina.kernels import plans
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -124,9 +122,13 @@ def device(replay: Callable[[], None], repeats: int = 20) -> float:
     return 1000 * begin.elapsed_time(end) / (repeats * STEPS)
 
 
-def measure(cell: str, dtype: str, size: tuple[int, int], rounds: int) -> dict[str, Any]:
+def touch(cell: str, dtype: str, batch: int, units: int) -> None:
+    """Compile what a case needs."""
+    check(cell, contenders(cell, DTYPES[dtype], units), torch.randn(batch, units, device="cuda", dtype=DTYPES[dtype]))
+
+
+def measure(cell: str, dtype: str, batch: int, hidden: int, rounds: int) -> dict[str, Any]:
     """One row: host and device times of every contender."""
-    batch, hidden = size
     x = torch.randn(batch, hidden, device="cuda", dtype=DTYPES[dtype])
     cells = contenders(cell, DTYPES[dtype], hidden)
     error, first = check(cell, cells, x), start_of(cell, x)
@@ -158,8 +160,7 @@ def measure(cell: str, dtype: str, size: tuple[int, int], rounds: int) -> dict[s
             times["device"][name].append(device(graphs[name]))
     gc.enable()
     medians = {kind: {n: statistics.median(v) for n, v in some.items()} for kind, some in times.items()}
-    return {"cell": cell, "dtype": dtype, "batch": batch, "units": hidden, "microseconds": times, "median": medians,
-            "difference": error}  # fmt: skip
+    return {"microseconds": times, "median": medians, "difference": error}
 
 
 def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -180,25 +181,26 @@ def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
              "rows": lines}]  # fmt: skip
 
 
-def main(words: list[str]) -> None:
+def main(words: list[str]) -> int:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", default="results/bench-cell.json")
+    growing.arguments(parser, "results/bench-cell.json")
     given = parser.parse_args(words)
     torch.backends.cuda.matmul.allow_tf32 = True  # torch.nn's float32 products, as ours
-    rows = []
-    for cell in ("LSTM", "GRU"):
-        for dtype in DTYPES:
-            for size in SIZES:
-                rows.append(measure(cell, dtype, size, given.rounds))
-                print("  ".join(table(rows[-1:])[0]["rows"][0]), flush=True)
-    record = {
-        "schema": records.SCHEMA, "kind": "bench", "name": "cell", "title": "A cell's step on a GPU",
-        "environment": records.environment(), "rows": rows, "tables": table(rows),
-        "command": f"python benchmarks/speed.py --op cell --rounds {given.rounds}",
+    cases = [
+        {"cell": cell, "dtype": dtype, "batch": batch, "units": units}
+        for cell in ("LSTM", "GRU")
+        for dtype in DTYPES
+        for batch, units in SIZES
+    ]
+    head = {
+        "kind": "bench", "name": "cell", "title": "A cell's step on a GPU", "command": growing.command("speed.py"),
         "about": "Layer-normalised cells of the paper's placement against torch.nn's plain ones; medians of rounds in "
         "randomised order.",
     }  # fmt: skip
-    Path(given.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(given.out).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    return growing.run(
+        given, head, table, cases,
+        lambda cell, dtype, batch, units: measure(cell, dtype, batch, units, given.rounds),
+        lambda row: "  ".join(table([row])[0]["rows"][0]), touch,
+    )  # fmt: skip

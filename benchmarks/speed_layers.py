@@ -13,20 +13,17 @@ outputs and gradients were compared with the reference's.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import warnings
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import growing
 import torch
-from speed import CUDNN, DTYPES, OURS, SHAPES, _peak, _peak_with_graphs, interleaved
+from speed import CUDNN, DTYPES, OURS, SHAPES, _peak, _peak_with_graphs, as_cudnn_users, interleaved
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import lamina
-from lamina import records
 
 KINDS: dict[str, dict[str, Any]] = {
     "one direction": {}, "both directions": {"bidirectional": True}, "three layers": {"num_layers": 3}, "ragged": {},
@@ -34,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 MAIN = (SHAPES[0], SHAPES[3])
 RECOMPUTE = "LN, recompute"
 TOGETHER = "LN, common launches"
+TIME, MEMORY = "time", "memory"
 
 
 def lengths_for(shape: tuple[int, ...]) -> Tensor:
@@ -114,7 +112,7 @@ def measure(cell: str, dtype: str, shape: tuple[int, ...], rounds: int) -> dict[
     ours = {f"{kind}{', common launches' if name == TOGETHER else ''}": (kind, medians[f"{kind}: {name}"])
             for kind, options in KINDS.items() for name, package, _ in ways(options) if package is lamina}  # fmt: skip
     return {
-        "cell": cell, "dtype": dtype, "shape": list(shape), "microseconds": times, "median": medians, "errors": checked,
+        "microseconds": times, "median": medians, "errors": checked,
         "ratio_to_cudnn": {name: time / medians[f"{kind}: {CUDNN}"] for name, (kind, time) in ours.items()},
         "ratio_to_one_direction": {name: time / one for name, (_, time) in ours.items()},
     }  # fmt: skip
@@ -135,15 +133,33 @@ def memory(cell: str, dtype: str, shape: tuple[int, ...], rounds: int) -> dict[s
     times = interleaved(ready, dict.fromkeys(ready, steps), rounds)
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
-        "cell": cell, "dtype": dtype, "shape": list(shape), "peak_megabytes": peaks, "microseconds": times,
+        "peak_megabytes": peaks, "microseconds": times,
         "memory_ratio": {name: peaks[name] / peaks[CUDNN] for name in (OURS, RECOMPUTE)},
         "peak_megabytes_with_graphs": with_graphs, "memory_ratio_with_graphs": with_graphs[OURS] / with_graphs[CUDNN],
         "time_of_recompute": medians[RECOMPUTE] / medians[OURS], "time_ratio": medians[RECOMPUTE] / medians[CUDNN],
     }  # fmt: skip
 
 
-def tables(rows: list[dict[str, Any]], peaks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def touch(cell: str, dtype: str, shape: Sequence[int], what: str) -> None:
+    """Compile what a case needs."""
+    batch, _, inputs, hidden = shape
+    short, kind = (batch, 6, inputs, hidden), DTYPES[dtype]
+    x = torch.randn(6, batch, inputs, device="cuda", dtype=kind, requires_grad=True)
+    every: list[tuple[dict[str, Any], Tensor | None]] = [({}, None), ({"recompute": True}, None)]
+    if what == TIME:
+        every = [
+            ({**options, **more}, lengths_for(short) if name == "ragged" else None)
+            for name, options in KINDS.items()
+            for _, package, more in ways(options)
+            if package is lamina
+        ]
+    for options, lengths in every:
+        training_step(getattr(lamina, cell)(inputs, hidden, device="cuda", dtype=kind, **options), x, lengths)()
+
+
+def tables(both: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The record as people read it."""
+    rows, peaks = ([row for row in both if row["what"] == what] for what in (TIME, MEMORY))
     every = [*rows[0]["ratio_to_cudnn"]] if rows else [*KINDS]
     others = [kind for kind in every if kind != "one direction"]
     speed = [
@@ -159,7 +175,7 @@ def tables(rows: list[dict[str, Any]], peaks: list[dict[str, Any]]) -> list[dict
          f"{row['time_of_recompute']:.2f}", f"{row['time_ratio']:.2f}"]
         for row in peaks
     ]  # fmt: skip
-    return [
+    found = [
         {"caption": "Time of a training step over cuDNN's plain one, then over our own one-direction layer's",
          "columns": ["", "batch, steps, inputs, units", *every, *(f"{kind} / one" for kind in others)], "rows": speed},
         {"caption": "Peak memory of a training step over cuDNN's, and what recompute=True costs",
@@ -167,37 +183,32 @@ def tables(rows: list[dict[str, Any]], peaks: list[dict[str, Any]]) -> list[dict
                      "recompute / cuDNN",
                      "time of recompute / LN", "time of recompute / cuDNN"], "rows": held},
     ]  # fmt: skip
+    return [table for table in found if table["rows"]]
 
 
-def main(words: list[str]) -> None:
+def main(words: list[str]) -> int:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default="LSTM,GRU")
     parser.add_argument("--dtypes", default="bf16,fp32")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", default="results/bench-layers.json")
+    growing.arguments(parser, "results/bench-layers.json")
     given = parser.parse_args(words)
-    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-    torch.backends.cuda.matmul.allow_tf32 = True  # the reference's float32 products, as cuDNN's and ours
-    rows, peaks = [], []
-    for cell in given.cells.split(","):
-        for dtype in given.dtypes.split(","):
-            for shape in MAIN:
-                rows.append(measure(cell, dtype, shape, given.rounds))
-                print("  ".join(tables(rows[-1:], [])[0]["rows"][0]), flush=True)
-            for shape in SHAPES:
-                peaks.append(memory(cell, dtype, shape, given.rounds))
-                print("  ".join(tables([], peaks[-1:])[1]["rows"][0]), flush=True)
-                _write(given, rows, peaks)
+    as_cudnn_users()
+    kinds = [(cell, dtype) for cell in given.cells.split(",") for dtype in given.dtypes.split(",")]
+    cases = [
+        {"cell": cell, "dtype": dtype, "shape": list(shape), "what": what}
+        for what, shapes in ((TIME, MAIN), (MEMORY, SHAPES))
+        for cell, dtype in kinds
+        for shape in shapes
+    ]
 
+    def one(cell: str, dtype: str, shape: Sequence[int], what: str) -> dict[str, Any]:
+        return (measure if what == TIME else memory)(cell, dtype, tuple(shape), given.rounds)
 
-def _write(given: argparse.Namespace, rows: list[dict[str, Any]], peaks: list[dict[str, Any]]) -> None:
-    record = {
-        "schema": records.SCHEMA, "kind": "bench", "name": "layers", "title": "Whole recurrent layers on a GPU",
-        "environment": records.environment(), "rows": rows, "memory": peaks, "tables": tables(rows, peaks),
-        "command": f"python benchmarks/speed.py --op layers --cells {given.cells} --dtypes {given.dtypes} "
-        f"--rounds {given.rounds}",
+    head = {
+        "kind": "bench", "name": "layers", "title": "Whole recurrent layers on a GPU",
+        "command": growing.command("speed.py"),
         "about": "Forward and backward, input projection included, float32 in TF32; medians of interleaved rounds.",
     }  # fmt: skip
-    Path(given.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(given.out).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    return growing.run(given, head, tables, cases, one, lambda row: "  ".join(tables([row])[0]["rows"][0]), touch)

@@ -11,19 +11,18 @@ reference.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import growing
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lamina import functional, records
+from lamina import functional
 
 SHAPES = (
     (16384, 1024), (32768, 1024), (16384, 2048), (16384, 4096), (32768, 4096), (16384, 8192), (131072, 256),
@@ -52,7 +51,7 @@ def errors(x: Tensor, gain: Tensor, bias: Tensor, d: Tensor) -> tuple[float, flo
 Passes = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
 
 
-def contenders(x: Tensor, gain: Tensor, bias: Tensor, d: Tensor, compiled: Callable[..., Tensor] | None) -> Passes:
+def contenders(x: Tensor, gain: Tensor, bias: Tensor, d: Tensor, compiled: bool) -> Passes:
     """Forward and backward by name."""
     shape = x.shape[1:]
     runs: dict[str, Callable[[], Tensor]] = {
@@ -60,8 +59,10 @@ def contenders(x: Tensor, gain: Tensor, bias: Tensor, d: Tensor, compiled: Calla
         AUTO: lambda: functional.layer_norm(x, shape, gain, bias),
         TORCH: lambda: F.layer_norm(x, shape, gain, bias),
     }
-    if compiled is not None:
-        runs[COMPILED] = lambda: compiled(x, shape, gain, bias)
+    if compiled:
+        torch._dynamo.reset()  # after eight shapes it would give up and not compile at all
+        fast = torch.compile(F.layer_norm, dynamic=False)
+        runs[COMPILED] = lambda: fast(x, shape, gain, bias)
     out = torch.empty_like(x)
     ready: Passes = {COPY: (lambda: out.copy_(d), lambda: out.copy_(d))}
     for name, run in runs.items():
@@ -99,11 +100,22 @@ def wall(step: Callable[[], Any], repeats: int = 20) -> float:
     return 1e6 * (time.perf_counter() - begin) / repeats
 
 
-def measure(dtype: str, shape: tuple[int, int], rounds: int, compiled: Callable[..., Tensor] | None) -> dict[str, Any]:
-    rows, width = shape
-    x, d = (torch.randn(rows, width, device="cuda").to(DTYPES[dtype]) for _ in range(2))
-    gain, bias = (torch.randn(width, device="cuda").to(DTYPES[dtype]).requires_grad_() for _ in range(2))
-    x.requires_grad_()
+def problem(dtype: str, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """x, gain, bias and the gradient that arrives."""
+    x, d = (torch.randn(*shape, device="cuda").to(DTYPES[dtype]) for _ in range(2))
+    gain, bias = (torch.randn(shape[1], device="cuda").to(DTYPES[dtype]).requires_grad_() for _ in range(2))
+    return x.requires_grad_(), gain, bias, d
+
+
+def touch(dtype: str, shape: Sequence[int], compiled: bool) -> None:
+    """Compile what a case needs."""
+    for forth, back in contenders(*problem(dtype, shape), compiled).values():
+        forth()
+        back()
+
+
+def measure(dtype: str, shape: Sequence[int], rounds: int, compiled: bool) -> dict[str, Any]:
+    x, gain, bias, d = problem(dtype, shape)
     ours, plain = errors(x, gain, bias, d)
     if not ours <= 2 * plain + 1e-6:
         raise RuntimeError(f"{dtype} {shape}: error {ours:.2g}, reference {plain:.2g}: not timed")
@@ -119,8 +131,8 @@ def measure(dtype: str, shape: tuple[int, int], rounds: int, compiled: Callable[
                 for values, value in zip(times[name], found):
                     values.append(value)
     bytes_ = x.numel() * x.element_size()
-    row: dict[str, Any] = {"dtype": dtype, "shape": list(shape), "error": ours, "error_of_reference": plain,
-                           "microseconds": times, "gigabytes_per_second": {}}  # fmt: skip
+    row: dict[str, Any] = {"error": ours, "error_of_reference": plain, "microseconds": times,
+                           "gigabytes_per_second": {}}  # fmt: skip
     for name, values in times.items():
         *both, forth, back = map(statistics.median, values)
         row["gigabytes_per_second"][name] = [
@@ -148,31 +160,19 @@ def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
              "columns": columns, "rows": lines}]  # fmt: skip
 
 
-def main(words: list[str]) -> None:
+def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtypes", default="fp32,bf16")
-    parser.add_argument("--out", default="results/bench-norm.json")
     parser.add_argument("--compiled", action="store_true", help="torch.compile too, which takes minutes")
+    growing.arguments(parser, "results/bench-norm.json")
     given = parser.parse_args(words)
-    compiled = torch.compile(F.layer_norm, dynamic=False) if given.compiled else None
-    rows = []
-    for dtype in given.dtypes.split(","):
-        for shape in SHAPES:
-            rows.append(measure(dtype, shape, given.rounds, compiled))
-            print("  ".join(table(rows[-1:])[0]["rows"][0]), flush=True)
-    record = {
-        "schema": records.SCHEMA, "kind": "bench", "name": "norm", "title": "Layer norm on a GPU",
-        "environment": records.environment(), "rows": rows, "tables": table(rows),
-        "command": f"python benchmarks/speed.py --op layer_norm --rounds {given.rounds} --dtypes {given.dtypes}"
-        + " --compiled" * given.compiled,
+    cases = [{"dtype": dtype, "shape": list(shape)} for dtype in given.dtypes.split(",") for shape in SHAPES]
+    head = {
+        "kind": "bench", "name": "norm", "title": "Layer norm on a GPU", "command": growing.command("speed.py"),
         "about": "Gain and bias; medians of rounds in randomised order, caches emptied before each timing.",
     }  # fmt: skip
-    Path(given.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(given.out).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])
+    return growing.run(
+        given, head, table, cases, lambda dtype, shape: measure(dtype, shape, given.rounds, given.compiled),
+        lambda row: "  ".join(table([row])[0]["rows"][0]), lambda dtype, shape: touch(dtype, shape, given.compiled),
+    )  # fmt: skip

@@ -18,18 +18,22 @@ import json
 import math
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
+import time
 import zlib
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import growing
+
 from lamina import functional, records, reference
 from lamina.placements import PLACEMENTS
 from lamina.reference import Recurrence
@@ -215,22 +219,35 @@ def part(number: int, workers: int) -> list[dict[str, Any]]:
     return [case for at, case in enumerate(cases()) if at // stretch % workers == number]
 
 
-def share(number: int, workers: int, out: str) -> None:
+def share(number: int, workers: int, out: str, minutes: float) -> None:
     """A part of the cases, one line each; those in ``out`` are done already.
 
     After a case that failed, the device may be of no use to this process: it ends, and another goes on.
     """
+    until, longest = time.monotonic() + 60 * minutes, 0.0
     with Path(out).open("a+") as file:
-        file.seek(0)
-        for case in part(number, workers)[len(file.readlines()) :]:
+        for case in part(number, workers)[_whole_lines(file) :]:
+            began = time.monotonic()
+            if began + longest > until:
+                os._exit(growing.LEFT)
             try:
                 row = verify(case)
             except Exception as error:
                 row = failed(case, str(error).split("\n")[0])
+            longest = max(longest, time.monotonic() - began)
             file.write(json.dumps(row) + "\n")
             file.flush()
             if math.isinf(row["ratio"]):
                 os._exit(1)
+
+
+def _whole_lines(file: TextIO) -> int:
+    """How many there are; what a killed process left of another goes."""
+    file.seek(0)
+    text = file.read()
+    whole = text[: text.rfind("\n") + 1]
+    file.truncate(len(whole.encode()))
+    return whole.count("\n")
 
 
 def failed(case: dict[str, Any], why: str) -> dict[str, Any]:
@@ -238,20 +255,38 @@ def failed(case: dict[str, Any], why: str) -> dict[str, Any]:
     return {**case, "tensor": why, "error": math.inf, "reference": 0.0, "ratio": math.inf, "draws": 1}
 
 
-def all_cases(workers: int) -> list[dict[str, Any]]:
-    """In several processes at once: most of the time goes into compiling and into the reference's steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        outs = [Path(f"{folder}/{k}.json") for k in range(workers)]
-        command = [sys.executable, __file__, "--workers", str(workers)]
-        starts = [[*command, "--share", str(k), "--out", str(out)] for k, out in enumerate(outs)]
-        running = [subprocess.Popen(start) for start in starts]
-        for number, (start, out, process) in enumerate(zip(starts, outs, running)):
-            code = process.wait()
-            while code:
-                if code != 1:  # killed in the midst of a case
-                    _note_killed(out, part(number, workers), code)
-                code = subprocess.run(start).returncode
-        return [json.loads(line) for out in outs for line in out.read_text().splitlines()]
+def all_cases(workers: int, folder: Path, minutes: float) -> list[dict[str, Any]] | None:
+    """In several processes at once: most of the time goes into compiling and into the reference's steps.
+
+    What they find stays in ``folder`` until all is there; None where time was too short for that.
+    """
+    until = time.monotonic() + 60 * minutes
+    outs = [folder / f"{k}.json" for k in range(workers)]
+    command = [sys.executable, __file__, "--workers", str(workers)]
+    starts = [[*command, "--share", str(k), "--out", str(out)] for k, out in enumerate(outs)]
+    running = [subprocess.Popen([*start, "--minutes", str(minutes)]) for start in starts]
+    left = False
+    for number, (start, out, process) in enumerate(zip(starts, outs, running)):
+        code = process.wait()
+        while code not in (growing.DONE, growing.LEFT):
+            if code != 1:  # killed in the midst of a case
+                _note_killed(out, part(number, workers), code)
+            code = subprocess.run([*start, "--minutes", str((until - time.monotonic()) / 60)]).returncode
+        left |= code == growing.LEFT
+    return None if left else [json.loads(line) for out in outs for line in out.read_text().splitlines()]
+
+
+def parts_of(out: Path, keep: bool, workers: int) -> Path:
+    """The folder of what processes have found so far, by this very code; else an empty one."""
+    folder, environment = out.with_name(out.name + ".parts"), records.environment()
+    made = {**{k: environment[k] for k in ("commit", "dirty", "machine")}, "workers": workers}
+    told = folder / "made.json"
+    if keep and told.exists() and json.loads(told.read_text()) == made:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    told.write_text(json.dumps(made))
+    return folder
 
 
 def _note_killed(out: Path, mine: list[dict[str, Any]], code: int) -> None:
@@ -280,18 +315,35 @@ def tables(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"caption": caption, "columns": columns, "rows": lines}]
 
 
-def main() -> None:
+def main() -> int:
     """Verify, print, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--share", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--out", default="results/verify-sequence.json")
+    parser.add_argument("--keep", action="store_true", help="go on with what an earlier run has left")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case that may not end in this time")
     given = parser.parse_args()
     if given.share >= 0:
-        share(given.share, given.workers, given.out)
+        share(given.share, given.workers, given.out, given.minutes)
         os._exit(0)  # an autograd thread that lets go of Python objects as Python ends would abort the process
-    rows = all_cases(given.workers)
-    record = {
+    out = Path(given.out)
+    folder = parts_of(out, given.keep, given.workers)
+    rows = all_cases(given.workers, folder, given.minutes)
+    if rows is None:
+        print(f"Cases are left: no time for another. Go on with --keep; {folder.name} has what was found.")
+        return growing.LEFT
+    growing.write(out, record(rows))
+    shutil.rmtree(folder)
+    for line in tables(rows)[0]["rows"]:
+        print("  ".join(line))
+    for row in sorted(rows, key=lambda r: -r["ratio"])[:12]:
+        print(row)
+    return growing.FAILED if any(not row["ratio"] <= ALLOWED for row in rows) else growing.DONE
+
+
+def record(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
         "schema": records.SCHEMA, "kind": "verify", "name": "sequence",
         "title": "Fused recurrences against the float64 reference", "environment": records.environment(),
         "command": "python benchmarks/verify.py", "rows": rows, "tables": tables(rows),
@@ -299,13 +351,7 @@ def main() -> None:
         f"{DRAWS} draws (geometric mean) where a single one is above the bound. Hidden sizes "
         f"{', '.join(map(str, HIDDEN))}; batches {', '.join(map(str, BATCH))}; 1, 2, 37 and 500 steps; all placements.",
     }  # fmt: skip
-    Path(given.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(given.out).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-    for line in tables(rows)[0]["rows"]:
-        print("  ".join(line))
-    for row in sorted(rows, key=lambda r: -r["ratio"])[:12]:
-        print(row)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
