@@ -240,19 +240,24 @@ def gru(
     return result.output, result.state[0]
 
 
-def run(call: Recurrence, backend: str = "auto", *, single_step: bool = False) -> SequenceResult:
+def run(
+    call: Recurrence, backend: str = "auto", *, single_step: bool = False, lengths_known: bool = False
+) -> SequenceResult:
     """Check a recurrence, pick its backend and run it; layers and cells (``single_step``) come in here."""
-    check_recurrence(call)
+    check_recurrence(call, lengths_known)
     call = _under_autocast(call)
     return _run_as(call, choose(_request(call, single_step), backend))
 
 
 def run_directions(calls: Sequence[Recurrence], backend: str = "auto") -> list[SequenceResult]:
-    """The directions of a layer: in common launches where the kernels have them, else one after the other."""
+    """The directions of a layer: in common launches where the kernels have them, else one after the other.
+
+    As in ``run_stack`` the layer has looked at the lengths' values already.
+    """
     if len(calls) == 1:
-        return [run(calls[0], backend)]
+        return [run(calls[0], backend, lengths_known=True)]
     for call in calls:
-        check_recurrence(call)
+        check_recurrence(call, lengths_known=True)
     calls = [_under_autocast(call) for call in calls]
     choice = choose(_request(calls[0], False, len(calls)), backend)
     if choice.sides == len(calls):
@@ -278,7 +283,7 @@ def run_stack(calls: Sequence[Recurrence], masks: Sequence[Tensor | None]) -> tu
     from .kernels import fused
 
     for call in calls:
-        check_recurrence(call)
+        check_recurrence(call, lengths_known=True)
     return fused.run_stack([_under_autocast(calls[0]), *map(_above, calls[1:])], masks)
 
 
@@ -326,15 +331,19 @@ def _under_autocast(call: Recurrence) -> Recurrence:
     return replace(call, input=call.input.to(dtype), weights=w, norm=norm)
 
 
-def check_recurrence(call: Recurrence) -> None:
-    """Raise InputError unless shapes, dtypes, devices and values of a recurrence fit together."""
+def check_recurrence(call: Recurrence, lengths_known: bool = False) -> None:
+    """Raise InputError unless shapes, dtypes, devices and values of a recurrence fit together.
+
+    Lengths that are known to be in range are not looked at again: on a GPU each look waits for all that it has to do.
+    """
     epsilon(call.eps)
     one_of("eps_mode", call.eps_mode, EPS_MODES)
     _check_weights(call)
     _check_input(call)
     _check_states(call)
     _check_same_kind(call)
-    check_lengths(call.lengths, call.input.shape[0], call.input.shape[1])
+    if not lengths_known:
+        check_lengths(call.lengths, call.input.shape[0], call.input.shape[1])
     check_resets(call.resets, (call.input.shape[0], call.input.shape[1]))
     _check_masks(call)
 
@@ -447,7 +456,7 @@ def check_lengths(lengths: Tensor | None, steps: int, batch: int) -> None:
             "Pass a 1-D int tensor.",
         )
     if batch and readable(lengths):
-        low, high = (int(v) for v in torch.aminmax(lengths))
+        low, high = torch.stack(torch.aminmax(lengths)).tolist()  # one look: on a GPU each one waits
         if low < 0 or high > steps:
             raise fail(
                 f"lengths must lie between 0 and the {steps} steps of the input",

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from . import functional
-from .checks import describe, fail, one_of, positive_int, probability, readable
+from .checks import brought, describe, fail, one_of, positive_int, probability, readable
 from .options import CellOptions
 from .placements import STATES
 from .recurrent_base import GivenState, RecurrentModule, State
@@ -157,7 +157,7 @@ class RecurrentLayer(RecurrentModule):
         if hx is not None:
             hx = self.permute_hidden(self._check_hx(hx, x, 3), order)
         states = self._states(hx, x, 3)
-        output, state = self._run_stack(x, states, sizes.to(x.device), resets)
+        output, state = self._run_stack(x, states, brought(sizes, x.device), resets)
         data = pack_padded_sequence(output, sizes).data
         state = self.permute_hidden(state, inverse)
         return PackedSequence(data, batch_sizes, order, inverse), state
@@ -167,7 +167,7 @@ class RecurrentLayer(RecurrentModule):
     ) -> tuple[Tensor, State]:
         """All layers and directions over a time-major batch; final states are stacked as torch stacks them."""
         counts = self._valid_counts(x, lengths)
-        resets = resets if resets is None else resets.to(x.device)
+        resets = resets if resets is None else brought(resets, x.device)
         if self._stacks(x, states):
             return self._run_as_one(x, states, lengths, resets)
         finals: list[State] = []
@@ -240,12 +240,15 @@ class RecurrentLayer(RecurrentModule):
         return (torch.arange(x.shape[0], device=x.device).unsqueeze(1) < lengths).sum(1)
 
     def _lengths(self, lengths: Any, x: Tensor) -> Tensor | None:
-        """Lengths as a checked tensor on the input's device; checked where they lie, so a CPU tensor costs no wait."""
+        """Lengths as a checked tensor on the input's device; checked where they lie, so a CPU tensor costs no wait.
+
+        Nobody looks at their values after that.
+        """
         if lengths is None:
             return None
         found = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
         functional.check_lengths(found, x.shape[0], x.shape[1])
-        return found.to(x.device)
+        return brought(found, x.device)
 
     def _states(self, hx: Any, x: Tensor, rank: int) -> list[GivenState]:
         """The initial state of every cell, from ``hx`` (rank 3, or 2 for unbatched input) or the default."""

@@ -123,15 +123,20 @@ def product(a: Any, b: Any, *, out: Any = None, out_dtype: Any = None) -> Any:
     return out
 
 
-def trained(cell: str, shape: tuple[int, ...], dtype: torch.dtype, calls: int = 1, **options: Any) -> None:
-    """Forward and backward of a layer."""
+def trained(
+    cell: str, shape: tuple[int, ...], dtype: torch.dtype, calls: int = 1, ragged: bool = False, **options: Any
+) -> None:
+    """Forward and backward of a layer; with lengths and restarts where it is ragged."""
     import lamina
 
     batch, steps, inputs, hidden = shape
     layer = getattr(lamina, cell)(inputs, hidden, device="cuda", dtype=dtype, **options)
     x = torch.zeros(steps, batch, inputs, dtype=dtype, device="cuda", requires_grad=True)
+    acting: dict[str, Any] = {}
+    if ragged:
+        acting = {"lengths": torch.arange(batch) % (steps + 1), "resets": torch.zeros(steps, batch, dtype=torch.bool)}
     for _ in range(calls):
-        layer(x)[0].sum().backward()
+        layer(x, **acting)[0].sum().backward()
 
 
 def stepped(cell: str, batch: int, hidden: int, dtype: torch.dtype, calls: int) -> None:
@@ -175,6 +180,8 @@ CASES = {
     "LSTM": lambda: trained("LSTM", (64, 4, 512, 512), torch.bfloat16, 5),
     "GRU": lambda: trained("GRU", (8, 4, 400, 400), torch.float32),
     "both directions": lambda: trained("LSTM", (64, 4, 512, 512), torch.bfloat16, backend="triton", bidirectional=True),
+    "ragged": lambda: trained("GRU", (64, 4, 512, 512), torch.bfloat16, 5, True, backend="triton", bidirectional=True),
+    "ragged steps": lambda: trained("LSTM", (128, 3, 640, 2400), torch.bfloat16, 2, True),
     "three layers": lambda: trained("LSTM", (64, 60, 512, 512), torch.bfloat16, backend="triton", num_layers=3),
     "steps": lambda: trained("LSTM", (128, 3, 640, 2400), torch.bfloat16, 2),
     "recompute": lambda: trained("LSTM", (64, 20, 512, 512), torch.bfloat16, recompute=True),

@@ -70,9 +70,15 @@ def loss_of(out):
     return (out.float() * torch.linspace(0, 1, out.numel()).view(out.shape)).sum()
 
 
-def everything(layer, x):
-    out = layer(x)[0]
-    return [out, *torch.autograd.grad(loss_of(out), [x, *layer.parameters()])]
+def everything(layer, x, **acting):
+    out, state = layer(x, **acting)
+    states = state if isinstance(state, tuple) else (state,)
+    loss = sum(map(loss_of, (out, *states)))
+    return [out, *states, *torch.autograd.grad(loss, [x, *layer.parameters()])]
+
+
+def gradients(layer, x, **acting):
+    return torch.autograd.grad(loss_of(layer(x, **acting)[0]), [x, *layer.parameters()])
 
 
 def assert_equal(found, wanted):
@@ -114,7 +120,7 @@ def test_backward_twice(cell, path):
     """The second finds again what the first used up."""
     layer, x = layer_and_input(cell)
     with replay.off():
-        _, *wanted = everything(layer, x)
+        wanted = gradients(layer, x)
     for _ in range(4):
         loss = loss_of(layer(x)[0])
         for _ in range(2):
@@ -132,6 +138,60 @@ def test_several_recurrences(options):
     for _ in range(5):
         assert_equal(everything(layer, x), wanted)
     assert Again.replays
+
+
+def ragged():
+    return {"lengths": torch.randint(0, STEPS + 1, (BATCH,))}
+
+
+def restarted():
+    return {"resets": torch.rand(STEPS, BATCH) < 0.5}
+
+
+ACTING = [ragged, restarted, lambda: ragged() | restarted()]
+
+
+@pytest.mark.parametrize("acting", ACTING, ids=["lengths", "resets", "both"])
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_other_lengths_and_resets_in_every_call(cell, acting, path):
+    assert_served(*layer_and_input(cell), acting)
+    assert Again.replays == 4 + 3
+
+
+@pytest.mark.parametrize("options", [{"bidirectional": True}, {"num_layers": 2}], ids=str)
+@pytest.mark.parametrize("acting", ACTING, ids=["lengths", "resets", "both"])
+def test_other_lengths_and_resets_of_several_recurrences(options, acting):
+    assert_served(*layer_and_input("LSTM", **options), acting)
+    assert Again.replays == 4 + 3
+
+
+def assert_served(layer, x, acting):
+    torch.manual_seed(1)
+    for _ in range(6):
+        now = acting()
+        with replay.off():
+            wanted = everything(layer, x, **now)
+        assert_equal(everything(layer, x, **now), wanted)
+
+
+def test_a_pass_with_other_lengths_before_a_backward_pass(path):
+    layer, x = layer_and_input("LSTM")
+    with replay.off():
+        wanted = gradients(layer, x, lengths=torch.tensor([3, 1]))
+    for _ in range(5):
+        out = layer(x, lengths=torch.tensor([3, 1]))[0]
+        layer(x, lengths=torch.tensor([1, 3]))
+        assert_equal(torch.autograd.grad(loss_of(out), [x, *layer.parameters()]), wanted)
+    assert Again.replays
+
+
+@pytest.mark.parametrize("options", [{"zoneout": 0.5}, {"recurrent_dropout": 0.5}], ids=str)
+def test_masks_are_not_captured(options):
+    """They are as large as the states of all steps."""
+    layer, x = layer_and_input("LSTM", **options)
+    for _ in range(5):
+        everything(layer, x, **ragged())
+    assert not Again.replays
 
 
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])

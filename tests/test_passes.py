@@ -27,22 +27,17 @@ def layer_and_input(cell="LSTM", hidden=40, dtype=torch.float32, **options):
     return layer, torch.randn(SHAPE, device="cuda", dtype=dtype, requires_grad=True)
 
 
-def everything(layer, x, hx=None):
+def everything(layer, x, hx=None, **acting):
     """Output, states and gradients of a loss of all of them."""
-    out, state = layer(x, hx)
+    out, state = layer(x, hx, **acting)
     states = state if isinstance(state, tuple) else (state,)
     loss = sum((t.float() * torch.linspace(0, 1, t.numel(), device="cuda").view(t.shape)).sum() for t in (out, *states))
     return [out, *states, *torch.autograd.grad(loss, [x, *layer.parameters()])]
 
 
-def piece_by_piece(layer, x, hx=None):
+def piece_by_piece(layer, x, hx=None, **acting):
     with replay.off():
-        out, state = layer(x, hx)
-        states = state if isinstance(state, tuple) else (state,)
-        loss = sum(
-            (t.float() * torch.linspace(0, 1, t.numel(), device="cuda").view(t.shape)).sum() for t in (out, *states)
-        )
-        return [out, *states, *torch.autograd.grad(loss, [x, *layer.parameters()])]
+        return everything(layer, x, hx, **acting)
 
 
 def same(a, b):
@@ -151,13 +146,43 @@ def test_two_streams():
     assert all(same(each, wanted) for each in found)
 
 
-def test_long_and_ragged_problems_are_not_captured():
-    layer, x = layer_and_input()
+def test_long_and_masked_problems_are_not_captured():
+    layer, x = layer_and_input(zoneout=0.1)
     long = torch.randn(passes.LONGEST + 1, 2, SHAPE[2], device="cuda", requires_grad=True)
     for _ in range(4):
-        layer(long)[0].sum().backward()
-        layer(x, lengths=torch.tensor([9, 3, 1, 4, 5]))[0].sum().backward()
+        layer.eval()(long)[0].sum().backward()
+        layer.train()(x, lengths=torch.tensor([9, 3, 1, 4, 5]))[0].sum().backward()
     assert spaces() == 0
+
+
+def acting():
+    """Lengths and restarts, other ones in every call, on the host."""
+    return {"lengths": torch.randint(0, SHAPE[0] + 1, SHAPE[1:2]), "resets": torch.rand(SHAPE[:2]) < 0.3}
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"num_layers": 3}], ids=str)
+@pytest.mark.parametrize("hidden", [40, 2400])  # one path and the other
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_ragged_and_restarted_passes(cell, hidden, options):
+    layer, x = layer_and_input(cell, hidden, torch.bfloat16, backend="triton", **options)
+    for _ in range(6):
+        x, now = torch.randn_like(x).requires_grad_(), acting()
+        assert same(everything(layer, x, **now), piece_by_piece(layer, x, **now))
+    assert spaces() >= 1
+
+
+@pytest.mark.parametrize("hidden", [40, 2400])
+def test_nobody_waits_for_the_device_in_a_ragged_step(hidden):
+    """Lengths that lie on the host are looked at there, and travel behind what the device has still to do."""
+    layer, x = layer_and_input(hidden=hidden, backend="triton", bidirectional=True)
+    for _ in range(5):  # compiled and captured
+        layer(x, **acting())[0].sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x, **acting())[0].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_few_kinds_are_remembered():

@@ -516,6 +516,29 @@ def test_bad_cell_calls(cell):
             one(x, (bad, h) if cell == "LSTM" else bad)
 
 
+LAYERS = [{}, {"bidirectional": True}, {"num_layers": 3}, {"num_layers": 2, "bidirectional": True}]
+
+
+@pytest.mark.parametrize("given", [[4, 1], torch.tensor([4, 1]), torch.tensor([4, 1], dtype=torch.int32)], ids=str)
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+def test_lengths_are_looked_at_once(options, given, monkeypatch):
+    """However many recurrences take them: on a GPU each look waits for all that it has to do."""
+    looks, aminmax = [], torch.aminmax
+    monkeypatch.setattr(torch, "aminmax", lambda values: looks.append(values) or aminmax(values))
+    lamina.GRU(3, 5, **options)(torch.randn(4, 2, 3), lengths=given)
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("bad", [[5, 1], [-1, 2], [2**31, 1]], ids=str)
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+def test_lengths_out_of_range(options, bad):
+    with pytest.raises(lamina.InputError, match="lengths must lie between 0 and the 4 steps"):
+        lamina.GRU(3, 5, **options)(torch.randn(4, 2, 3), lengths=bad)
+    weights = lamina.GRU(3, 5)._weights("_l0")
+    with pytest.raises(lamina.InputError, match="lengths must lie between 0 and the 4 steps"):
+        functional.gru(torch.randn(4, 2, 3), torch.zeros(2, 5), weights, lengths=torch.tensor(bad))
+
+
 def test_functional_checks_its_weights():
     layer = lamina.LSTM(3, 5)
     x, h = torch.randn(4, 2, 3), torch.zeros(2, 5)

@@ -156,7 +156,7 @@ class _Sequence(torch.autograd.Function):
         else:
             ctx.lease = passes.lease(setting, path, keep, tensors, extras, walker)
         if ctx.lease is not None:
-            output, h_n, c_n = ctx.lease.space.walk(tensors)
+            output, h_n, c_n = ctx.lease.space.walk(tensors, extras)
         elif ctx.call is not None:
             hist, h_n, c_n, *kept = cpu.forward(setting, tensors, extras, keep, ctx.call)
             output, kept = hist[1:], [hist, *kept]

@@ -3,9 +3,10 @@
 A pass is some thirty operations of a few microseconds each; their launches cost the host 1 to 2 ms, which a short
 sequence's own time does not hide. A kind of call (same sizes, same parameters, same stream) that comes a third time is
 captured: from then on a pass is a copy in, one launch and a copy out. What a graph works on stays with it: a *space*,
-leased by a forward pass and given back when nothing can ask for its backward pass any more.
+leased by a forward pass and given back when nothing can ask for its backward pass any more. Lengths and restarts have
+a place there as the input has.
 
-Not captured: long or large problems, ragged batches, restarts, masks, and what a stream's owner captures already.
+Not captured: long or large problems, masks, and what a stream's owner captures already.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.nn import Parameter
 
 from . import replay, walk
 from .forms import Setting
-from .given import COUNT
+from .given import COUNT, EXTRAS
 from .precision import Product, formed, tf32_wanted
 
 Given = Tensor | None
@@ -40,6 +41,7 @@ SPACES = 2  # of a kind: a training loop holds the last pass while it makes the 
 ALL_SPACES = 16
 ALL_MEMORY = 1 / 20  # of a device's, for all of them
 
+SMALL = ("lengths", "resets")  # of what may act on a recurrence
 MATRIX = 6  # where the recurrent matrix stands in what a forward pass gives
 
 _kinds: OrderedDict[Hashable, Kind] = OrderedDict()
@@ -51,12 +53,12 @@ def lease(
 ) -> Lease | None:
     """Memory and graphs for this call, as ``walker`` walks it; None where it had better be launched as it is."""
     x, weight, matrix = tensors[0], tensors[3], tensors[4]
-    if x is None or weight is None or matrix is None or any(e is not None for e in extras):
+    if x is None or weight is None or matrix is None or _has_masks(extras):
         return None
     share = _share(x, weight, matrix) * len(tensors) / COUNT
     if x.shape[0] > LONGEST or share > LARGEST or not _can_be_captured(x) or _saves_otherwise():
         return None
-    key = (setting, path, keep, replay.stream_of(x), _multiplication(x.dtype), *map(_identity, tensors))
+    key = (setting, path, keep, replay.stream_of(x), _multiplication(x.dtype), *map(_identity, (*tensors, *extras)))
     with _lock:
         kind = _kinds.get(key)
         if kind is None:
@@ -67,6 +69,11 @@ def lease(
         found = kind.lease(setting, path, keep, tensors, extras, walker)
         _make_room(kind)
         return found
+
+
+def _has_masks(extras: Sequence[Given]) -> bool:
+    """Whether there is more than lengths and resets: masks are as large as the states of all steps."""
+    return any(e is not None and EXTRAS[at % len(EXTRAS)] not in SMALL for at, e in enumerate(extras))
 
 
 def _make_room(current: Kind) -> None:
@@ -161,14 +168,14 @@ class Space:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         # What is new in every call has a place here; parameters have not, so that a model's end is theirs.
         self.places = [None if t is None or _stays(t) else t.detach().clone() for t in tensors]
-        self.extras = extras
+        self.extras = acting = [None if e is None else e.clone() for e in extras]
         self.device = next(t.device for t in tensors if t is not None)
         self.stream = replay.take_stream(self.device)
         self.found: list[Tensor] = []
         # Every forward pass makes anew what a backward pass has used up.
         given, kept = self.standing(tensors), walk.ONCE if keep == walk.ALL else keep
         self.used = False
-        self.forward = self.captured(lambda: walker.forward(setting, path, given, extras, kept), self.found)
+        self.forward = self.captured(lambda: walker.forward(setting, path, given, acting, kept), self.found)
         self.own_matrix = self.found[MATRIX] is not given[4]
         if not self.own_matrix:  # without a norm it is the parameter itself
             self.found[MATRIX] = self.found[0]
@@ -197,9 +204,9 @@ class Space:
                 graph.capture_end()
         return graph
 
-    def walk(self, tensors: Sequence[Given]) -> tuple[Tensor, Tensor, Tensor]:
+    def walk(self, tensors: Sequence[Given], extras: Sequence[Given]) -> tuple[Tensor, Tensor, Tensor]:
         """The forward pass: outputs, final h and final c, the caller's own."""
-        for place, tensor in zip(self.places, tensors):
+        for place, tensor in zip((*self.places, *self.extras), (*tensors, *extras)):
             if place is not None and tensor is not None:
                 place.copy_(tensor)
         self.forward.replay()
