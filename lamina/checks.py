@@ -76,17 +76,6 @@ def readable(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def brought(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``, without waiting for what that has still to do.
-
-    The driver has read ordinary memory when the copy's call returns; pinned memory it may read later, when its owner
-    has written something else there, so that is waited for.
-    """
-    if tensor.device == device or torch.compiler.is_compiling():
-        return tensor.to(device)
-    return tensor.to(device, non_blocking=tensor.device.type == "cpu" and not tensor.is_pinned())
-
-
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype autocast would use for ``tensor``; None when it is off or leaves the tensor alone (float64)."""
     kind = tensor.device.type

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from . import functional
-from .checks import brought, describe, fail, one_of, positive_int, probability, readable
+from .checks import describe, fail, one_of, positive_int, probability, readable
 from .options import CellOptions
 from .placements import STATES
+from .recurrence_checks import check_lengths, check_resets
 from .recurrent_base import GivenState, RecurrentModule, State
 from .reference import Recurrence, SequenceResult
 
@@ -126,7 +127,7 @@ class RecurrentLayer(RecurrentModule):
         return (output.transpose(0, 1) if self.batch_first else output), state
 
     def _turned_resets(self, resets: Tensor, time_major: Tensor) -> Tensor:
-        functional.check_resets(resets, (time_major.shape[1], time_major.shape[0]))
+        check_resets(resets, (time_major.shape[1], time_major.shape[0]))
         return resets.transpose(0, 1)
 
     def _run_unbatched(self, input: Tensor, hx: Any, lengths: Any, resets: Tensor | None) -> tuple[Tensor, State]:
@@ -137,7 +138,7 @@ class RecurrentLayer(RecurrentModule):
                 "Cut the input to its length instead.",
             )
         if resets is not None:
-            functional.check_resets(resets, tuple(input.shape[:1]))
+            check_resets(resets, tuple(input.shape[:1]))
             resets = resets.unsqueeze(1)
         x = input.unsqueeze(1)
         output, state = self._run_stack(x, self._states(hx, x, 2), None, resets)
@@ -152,12 +153,12 @@ class RecurrentLayer(RecurrentModule):
         x, sizes = pad_packed_sequence(sorted_only)
         if resets is not None:
             resets = self._turned_resets(resets, x) if self.batch_first else resets
-            functional.check_resets(resets, tuple(x.shape[:2]))
+            check_resets(resets, tuple(x.shape[:2]))
             resets = resets if order is None else resets.index_select(1, order)
         if hx is not None:
             hx = self.permute_hidden(self._check_hx(hx, x, 3), order)
         states = self._states(hx, x, 3)
-        output, state = self._run_stack(x, states, brought(sizes, x.device), resets)
+        output, state = self._run_stack(x, states, _brought(sizes, x.device), resets)
         data = pack_padded_sequence(output, sizes).data
         state = self.permute_hidden(state, inverse)
         return PackedSequence(data, batch_sizes, order, inverse), state
@@ -167,7 +168,7 @@ class RecurrentLayer(RecurrentModule):
     ) -> tuple[Tensor, State]:
         """All layers and directions over a time-major batch; final states are stacked as torch stacks them."""
         counts = self._valid_counts(x, lengths)
-        resets = resets if resets is None else brought(resets, x.device)
+        resets = resets if resets is None else _brought(resets, x.device)
         if self._stacks(x, states):
             return self._run_as_one(x, states, lengths, resets)
         finals: list[State] = []
@@ -247,8 +248,8 @@ class RecurrentLayer(RecurrentModule):
         if lengths is None:
             return None
         found = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
-        functional.check_lengths(found, x.shape[0], x.shape[1])
-        return brought(found, x.device)
+        check_lengths(found, x.shape[0], x.shape[1])
+        return _brought(found, x.device)
 
     def _states(self, hx: Any, x: Tensor, rank: int) -> list[GivenState]:
         """The initial state of every cell, from ``hx`` (rank 3, or 2 for unbatched input) or the default."""
@@ -303,6 +304,17 @@ class RecurrentLayer(RecurrentModule):
                 f"a sum of {total} and data {describe(packed.data)}",
                 "Build it with pack_padded_sequence or pack_sequence.",
             )
+
+
+def _brought(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``, without waiting for what that has still to do.
+
+    The driver has read ordinary memory when the copy's call returns; pinned memory it may read later, when its owner
+    has written something else there, so that is waited for.
+    """
+    if tensor.device == device or torch.compiler.is_compiling():
+        return tensor.to(device)
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu" and not tensor.is_pinned())
 
 
 def _check_dropout(dropout: object, num_layers: int) -> float:

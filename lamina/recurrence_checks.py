@@ -1,0 +1,155 @@
+"""Whether the tensors of a recurrence fit together; the checks of single values are in ``checks``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import autocast_dtype, describe, epsilon, fail, one_of, readable
+from .placements import GATES, STATES
+from .reference import EPS_MODES, Recurrence
+
+
+def check_recurrence(call: Recurrence, lengths_known: bool = False) -> None:
+    """Raise InputError unless shapes, dtypes, devices and values of a recurrence fit together.
+
+    Lengths that are known to be in range are not looked at again: on a GPU each look waits for all that it has to do.
+    """
+    epsilon(call.eps)
+    one_of("eps_mode", call.eps_mode, EPS_MODES)
+    _check_weights(call)
+    _check_input(call)
+    _check_states(call)
+    _check_same_kind(call)
+    if not lengths_known:
+        check_lengths(call.lengths, call.input.shape[0], call.input.shape[1])
+    check_resets(call.resets, (call.input.shape[0], call.input.shape[1]))
+    _check_masks(call)
+
+
+def _check_weights(call: Recurrence) -> None:
+    w, gates = call.weights, GATES[call.cell]
+    rows = w.weight_ih.shape[0]
+    if w.weight_ih.dim() != 2 or rows % gates or w.weight_hh.dim() != 2 or w.weight_hh.shape[0] != rows:
+        raise fail(
+            f"{call.cell} weights must be weight_ih [{gates}*H, D] and weight_hh [{gates}*H, P]",
+            f"{describe(w.weight_ih)} and {describe(w.weight_hh)}",
+            "Pass torch's weight layout.",
+        )
+    if w.bias_cell is not None and not call.placement.cell:
+        raise fail(
+            f"bias_cell stands behind the norm of c, which placement {call.placement.name!r} does not have",
+            describe(w.bias_cell),
+            "Pass None, or choose a placement with that norm.",
+        )
+    for site in call.placement.sites():
+        if getattr(w, f"gain_{site}") is None:
+            continue
+        width = rows // gates if site == "cell" else rows
+        gain = getattr(w, f"gain_{site}")
+        if tuple(gain.shape) != (width,):
+            raise fail(f"gain_{site} must have shape [{width}]", describe(gain), "One gain for each unit.")
+
+
+def _check_input(call: Recurrence) -> None:
+    x, size = call.input, call.weights.weight_ih.shape[1]
+    if x.dim() != 3:
+        raise fail(f"{call.cell} needs an input [T, B, {size}]", describe(x), "Add the missing axes.")
+    if x.shape[0] == 0:
+        raise fail("a sequence needs at least one step", describe(x), "Skip empty sequences.")
+    if x.shape[2] != size:
+        raise fail(
+            f"{call.cell} with weight_ih {list(call.weights.weight_ih.shape)} needs an input whose last axis is {size}",
+            describe(x),
+            "Check the feature axis.",
+        )
+
+
+def _check_states(call: Recurrence) -> None:
+    if len(call.state) != STATES[call.cell]:
+        raise fail(f"{call.cell} carries {STATES[call.cell]} state(s)", f"{len(call.state)}", "Pass (h, c) or h.")
+    for name, state, shape in zip("hc", call.state, call.state_shapes()):
+        if state is not None and tuple(state.shape) != shape:
+            raise fail(
+                f"the initial {name} must have shape {list(shape)}",
+                describe(state),
+                "Match the batch and the size.",
+            )
+
+
+def _check_masks(call: Recurrence) -> None:
+    """Masks have the shapes of the states they act on, and all that is not the input lies on its device."""
+    steps = call.input.shape[0]
+    if len(call.zoneout) < len(call.state):
+        raise fail(
+            f"zoneout needs an entry for each of the {len(call.state)} states of {call.cell}",
+            f"{len(call.zoneout)} entries",
+            "Pass None for a state that zoneout leaves alone.",
+        )
+    shapes = call.state_shapes()
+    masks = (call.lengths, call.resets, call.recurrent_mask, *call.zoneout)
+    if all(mask is None for mask in masks):
+        return
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {"recurrent_mask": (call.recurrent_mask, shapes[0])}
+    for name, mask, shape in zip("hc", call.zoneout, shapes):
+        if isinstance(mask, Tensor):
+            expected[f"the zoneout mask of {name}"] = (mask, (steps, *shape))
+    for what, (given, wanted) in expected.items():
+        if given is not None and tuple(given.shape) != wanted:
+            raise fail(f"{what} must have shape {list(wanted)}", describe(given), "One entry for each unit it acts on.")
+    others = {"lengths": call.lengths, "resets": call.resets, **{k: m for k, (m, _) in expected.items()}}
+    for what, tensor in others.items():
+        if tensor is not None and tensor.device != call.input.device:
+            raise fail(f"{what} must be on the input's device", describe(tensor), "Move it with .to(device).")
+
+
+def _check_same_kind(call: Recurrence) -> None:
+    """One device and, outside autocast, one dtype for input, states and matrices."""
+    mixed_ok = autocast_dtype(call.input) is not None
+    for name, tensor in (("weight_ih", call.weights.weight_ih), *zip("hc", call.state)):
+        if tensor is None:
+            continue
+        if tensor.device != call.input.device:
+            raise fail(
+                "input, states and weights must be on one device",
+                f"input on {call.input.device} and {name} on {tensor.device}",
+                "Move them together with .to(device).",
+            )
+        if tensor.dtype != call.input.dtype and not mixed_ok:
+            raise fail(
+                "input, states and weights must have one dtype",
+                f"input {call.input.dtype} and {name} {tensor.dtype}",
+                "Cast one of them, or use torch.autocast.",
+            )
+    if not call.input.is_floating_point():
+        raise fail("the input must be floating point", describe(call.input), "Embed or cast integer input.")
+
+
+def check_lengths(lengths: Tensor | None, steps: int, batch: int) -> None:
+    if lengths is None:
+        return
+    if lengths.dim() != 1 or lengths.shape[0] != batch or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise fail(
+            f"lengths must be {batch} whole numbers, one for each case",
+            describe(lengths),
+            "Pass a 1-D int tensor.",
+        )
+    if batch and readable(lengths):
+        low, high = torch.stack(torch.aminmax(lengths)).tolist()  # one look: on a GPU each one waits
+        if low < 0 or high > steps:
+            raise fail(
+                f"lengths must lie between 0 and the {steps} steps of the input",
+                f"values from {low} to {high}",
+                "Pass each case's own number of steps.",
+            )
+
+
+def check_resets(resets: Tensor | None, shape: tuple[int, ...]) -> None:
+    if resets is None:
+        return
+    if resets.dtype != torch.bool or tuple(resets.shape) != shape:
+        raise fail(
+            f"resets must be bool with shape {list(shape)} (steps and cases laid out as in the input)",
+            describe(resets),
+            "Mark with True each step that begins a new segment.",
+        )
