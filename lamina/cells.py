@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import functional
 from .checks import describe, fail, one_of, traced, transformed, watched
-from .kernels.given import NAMES
+from .kernels.given import NAMES, STEP
 from .options import CellOptions
 from .placements import STATES
 from .recurrent_base import RecurrentModule, State
@@ -18,7 +18,7 @@ from .recurrent_base import RecurrentModule, State
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_PARAMETERS = NAMES[3:]
+_PARAMETERS = NAMES[3:STEP]
 
 
 def _ordinary(input: Any) -> bool:

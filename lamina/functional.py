@@ -171,6 +171,7 @@ def rnn(
     zoneout: Masks = (None,),
     recurrent_mask: Tensor | None = None,
     population: Mapping[str, Moments] | None = None,
+    reset_state: Tensor | None = None,
     recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -180,6 +181,7 @@ def rnn(
     call = Recurrence(
         "RNN", input, (state,), weights, norm, where, eps, eps_mode, nonlinearity,
         lengths, resets, reverse, zoneout, recurrent_mask, population, recompute=recompute,
+        reset_state=(reset_state,),
     )  # fmt: skip
     result = run(call, backend)
     return result.output, result.state[0]
@@ -200,6 +202,7 @@ def lstm(
     zoneout: Masks = (None, None),
     recurrent_mask: Tensor | None = None,
     population: Mapping[str, Moments] | None = None,
+    reset_state: LSTMState | None = None,
     recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, LSTMState]:
@@ -208,6 +211,7 @@ def lstm(
     call = Recurrence(
         "LSTM", input, tuple(state), weights, norm, where, eps, eps_mode, "tanh",
         lengths, resets, reverse, zoneout, recurrent_mask, population, recompute=recompute,
+        reset_state=reset_state or (None, None),
     )  # fmt: skip
     result = run(call, backend)
     return result.output, (result.state[0], result.state[1])
@@ -228,6 +232,7 @@ def gru(
     zoneout: Masks = (None,),
     recurrent_mask: Tensor | None = None,
     population: Mapping[str, Moments] | None = None,
+    reset_state: Tensor | None = None,
     recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -236,6 +241,7 @@ def gru(
     call = Recurrence(
         "GRU", input, (state,), weights, norm, where, eps, eps_mode, "tanh",
         lengths, resets, reverse, zoneout, recurrent_mask, population, recompute=recompute,
+        reset_state=(reset_state,),
     )  # fmt: skip
     result = run(call, backend)
     return result.output, result.state[0]

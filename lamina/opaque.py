@@ -15,7 +15,8 @@ from .placements import GATES, PLACEMENTS, PLAIN, STATES, Placement
 from .reference import CellWeights, Moments, Recurrence, SequenceResult, evaluate, statistics_dtype
 
 # Tensors travel as one flat list; `names`, joined by commas, says which is which.
-_DIFFERENTIABLE = ("input", "h", "c", *CellWeights._fields)
+_STATES = ("reset_h", "reset_c")
+_DIFFERENTIABLE = ("input", "h", "c", *_STATES, *CellWeights._fields)
 
 
 def run(call: Recurrence) -> SequenceResult:
@@ -32,6 +33,7 @@ def run(call: Recurrence) -> SequenceResult:
 def _flatten(call: Recurrence) -> tuple[list[str], list[Tensor]]:
     found: list[tuple[str, Tensor | None]] = [("input", call.input)]
     found += list(zip("hc", call.state))
+    found += list(zip(_STATES, call.reset_state))
     found += list(call.weights._asdict().items())
     found += [("lengths", call.lengths), ("resets", call.resets), ("recurrent_mask", call.recurrent_mask)]
     found += [(f"zoneout{k}", z if isinstance(z, Tensor) else None) for k, z in enumerate(call.zoneout)]
@@ -61,6 +63,7 @@ def _rebuild(
         by_name.get("recurrent_mask"),
         population or None,
         first_step,
+        reset_state=tuple(by_name.get(s) for s in _STATES[: STATES[cell]]),
     )  # fmt: skip
 
 

@@ -68,13 +68,14 @@ def _check_input(call: Recurrence) -> None:
 def _check_states(call: Recurrence) -> None:
     if len(call.state) != STATES[call.cell]:
         raise fail(f"{call.cell} carries {STATES[call.cell]} state(s)", f"{len(call.state)}", "Pass (h, c) or h.")
-    for name, state, shape in zip("hc", call.state, call.state_shapes()):
-        if state is not None and tuple(state.shape) != shape:
-            raise fail(
-                f"the initial {name} must have shape {list(shape)}",
-                describe(state),
-                "Match the batch and the size.",
-            )
+    for kind, states in (("initial", call.state), ("reset", call.reset_state)):
+        for name, state, shape in zip("hc", states, call.state_shapes()):
+            if state is not None and tuple(state.shape) != shape:
+                raise fail(
+                    f"the {kind} {name} must have shape {list(shape)}",
+                    describe(state),
+                    "Match the batch and the size.",
+                )
 
 
 def _check_masks(call: Recurrence) -> None:
@@ -106,7 +107,11 @@ def _check_masks(call: Recurrence) -> None:
 def _check_same_kind(call: Recurrence) -> None:
     """One device and, outside autocast, one dtype for input, states and matrices."""
     mixed_ok = autocast_dtype(call.input) is not None
-    for name, tensor in (("weight_ih", call.weights.weight_ih), *zip("hc", call.state)):
+    for name, tensor in (
+        ("weight_ih", call.weights.weight_ih),
+        *zip("hc", call.state),
+        *zip(("reset h", "reset c"), call.reset_state),
+    ):
         if tensor is None:
             continue
         if tensor.device != call.input.device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,13 @@ from .reference import Recurrence, SequenceResult
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class Start(NamedTuple):
+    """State of one cell at the beginning of a sequence and after a reset."""
+
+    state: GivenState
+    reset_state: GivenState
 
 
 class RecurrentLayer(RecurrentModule):
@@ -100,7 +107,7 @@ class RecurrentLayer(RecurrentModule):
         return tuple(h.index_select(1, permutation) for h in hx)
 
     def forward(
-        self, input: Any, hx: Any = None, *, lengths: Any = None, resets: Tensor | None = None
+        self, input: Any, hx: Any = None, *, lengths: Any = None, resets: Tensor | None = None, reset_state: Any = None
     ) -> tuple[Any, Any]:
         """Outputs [T, B, num_directions * P], laid out as the input is, and the final state: h_n, LSTM (h_n, c_n).
 
@@ -108,29 +115,34 @@ class RecurrentLayer(RecurrentModule):
         hx: initial state [num_layers * num_directions, B, size], h_0 or for the LSTM (h_0, c_0).
         lengths: number of valid steps of each case, list or int tensor [B]; no sorting, no packing. Outputs beyond
             a case's length are 0, its final state is that of its last valid step.
-        resets: bool, laid out as the input's first two axes; True where a step begins a new segment: the state
-            is the initial one before that step (reading backwards: before the step that precedes it).
+        resets: bool, laid out as the input's first two axes; True where a step begins a new segment. Before that step
+            (reading backwards: before the step that precedes it) the state becomes the initial one, that is zeros or
+            the learned initial state, whatever ``hx`` was. Resets in a case's padding change nothing.
+        reset_state: the state that a reset goes to instead, laid out as ``hx``.
         """
-        output, state = self._run(input, hx, lengths, resets)
+        output, state = self._run(input, hx, lengths, resets, reset_state)
         return output, state if self.cell == "LSTM" else state[0]
 
-    def _run(self, input: Any, hx: Any, lengths: Any, resets: Tensor | None) -> tuple[Any, State]:
+    def _run(self, input: Any, hx: Any, lengths: Any, resets: Tensor | None, reset_state: Any) -> tuple[Any, State]:
         if isinstance(input, PackedSequence):
-            return self._run_packed(input, hx, lengths, resets)
+            return self._run_packed(input, hx, lengths, resets, reset_state)
         self._check_input(input)
         if input.dim() == 2:
-            return self._run_unbatched(input, hx, lengths, resets)
+            return self._run_unbatched(input, hx, lengths, resets, reset_state)
         if self.batch_first:
             input = input.transpose(0, 1)
             resets = resets if resets is None else self._turned_resets(resets, input)
-        output, state = self._run_stack(input, self._states(hx, input, 3), self._lengths(lengths, input), resets)
+        starts = self._starts(hx, resets, reset_state, input, 3)
+        output, state = self._run_stack(input, starts, self._lengths(lengths, input), resets)
         return (output.transpose(0, 1) if self.batch_first else output), state
 
     def _turned_resets(self, resets: Tensor, time_major: Tensor) -> Tensor:
         check_resets(resets, (time_major.shape[1], time_major.shape[0]))
         return resets.transpose(0, 1)
 
-    def _run_unbatched(self, input: Tensor, hx: Any, lengths: Any, resets: Tensor | None) -> tuple[Tensor, State]:
+    def _run_unbatched(
+        self, input: Tensor, hx: Any, lengths: Any, resets: Tensor | None, reset_state: Any
+    ) -> tuple[Tensor, State]:
         if lengths is not None:
             raise fail(
                 "lengths= is for batches; an unbatched input is one case",
@@ -141,11 +153,11 @@ class RecurrentLayer(RecurrentModule):
             check_resets(resets, tuple(input.shape[:1]))
             resets = resets.unsqueeze(1)
         x = input.unsqueeze(1)
-        output, state = self._run_stack(x, self._states(hx, x, 2), None, resets)
+        output, state = self._run_stack(x, self._starts(hx, resets, reset_state, x, 2), None, resets)
         return output.squeeze(1), tuple(s.squeeze(1) for s in state)
 
     def _run_packed(
-        self, packed: PackedSequence, hx: Any, lengths: Any, resets: Tensor | None
+        self, packed: PackedSequence, hx: Any, lengths: Any, resets: Tensor | None, reset_state: Any
     ) -> tuple[PackedSequence, State]:
         data, batch_sizes, order, inverse = packed
         self._check_packed(packed, lengths)
@@ -155,25 +167,27 @@ class RecurrentLayer(RecurrentModule):
             resets = self._turned_resets(resets, x) if self.batch_first else resets
             check_resets(resets, tuple(x.shape[:2]))
             resets = resets if order is None else resets.index_select(1, order)
-        if hx is not None:
-            hx = self.permute_hidden(self._check_hx(hx, x, 3), order)
-        states = self._states(hx, x, 3)
-        output, state = self._run_stack(x, states, _brought(sizes, x.device), resets)
+        hx, reset_state = (
+            None if given is None else self.permute_hidden(self._check_hx(given, x, 3, name), order)
+            for name, given in (("hx", hx), ("reset_state", reset_state))
+        )  # fmt: skip
+        starts = self._starts(hx, resets, reset_state, x, 3)
+        output, state = self._run_stack(x, starts, _brought(sizes, x.device), resets)
         data = pack_padded_sequence(output, sizes).data
         state = self.permute_hidden(state, inverse)
         return PackedSequence(data, batch_sizes, order, inverse), state
 
     def _run_stack(
-        self, x: Tensor, states: Sequence[GivenState], lengths: Tensor | None, resets: Tensor | None
+        self, x: Tensor, starts: Sequence[Start], lengths: Tensor | None, resets: Tensor | None
     ) -> tuple[Tensor, State]:
         """All layers and directions over a time-major batch; final states are stacked as torch stacks them."""
         counts = self._valid_counts(x, lengths)
         resets = resets if resets is None else _brought(resets, x.device)
-        if self._stacks(x, states):
-            return self._run_as_one(x, states, lengths, resets)
+        if self._stacks(x, starts):
+            return self._run_as_one(x, starts, lengths, resets)
         finals: list[State] = []
         for layer in range(self.num_layers):
-            results = self._run_layer(layer, x, states, lengths, resets, counts)
+            results = self._run_layer(layer, x, starts, lengths, resets, counts)
             finals += [result.state for result in results]
             outputs = [result.output for result in results]
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -183,13 +197,13 @@ class RecurrentLayer(RecurrentModule):
             return x, tuple(state.unsqueeze(0) for state in finals[0])
         return x, tuple(torch.stack(kind) for kind in zip(*finals))
 
-    def _stacks(self, x: Tensor, states: Sequence[GivenState]) -> bool:
+    def _stacks(self, x: Tensor, starts: Sequence[Start]) -> bool:
         """Whether all layers are one call of the kernels; nothing is drawn for that."""
         if self.num_layers == 1 or self.bidirectional or self.norm == "batch" or not x.shape[0]:
             return False
         if not (x.is_cuda or self.backend == "triton"):
             return False
-        first = self._recurrence(self._suffixes()[0], x, states[0])
+        first = self._recurrence(self._suffixes()[0], x, starts[0].state)
         return functional.stacks(first, self.num_layers, self.backend)
 
     def _inputs(self, x: Tensor) -> list[tuple[str, Tensor]]:
@@ -198,10 +212,10 @@ class RecurrentLayer(RecurrentModule):
         return [(suffix, above if layer else x) for layer, suffix in self._cells()]
 
     def _run_as_one(
-        self, x: Tensor, states: Sequence[GivenState], lengths: Tensor | None, resets: Tensor | None
+        self, x: Tensor, starts: Sequence[Start], lengths: Tensor | None, resets: Tensor | None
     ) -> tuple[Tensor, State]:
         """The layers of one direction through the kernels in common launches."""
-        calls = [self._call(*cell, state, lengths, resets) for cell, state in zip(self._inputs(x), states)]
+        calls = [self._call(*cell, start, lengths, resets) for cell, start in zip(self._inputs(x), starts)]
         masks: list[Tensor | None] = [None] * (self.num_layers - 1)
         if self.training and self.dropout:
             masks = [F.dropout(x.new_ones(call.input.shape), self.dropout) for call in calls[1:]]
@@ -209,14 +223,14 @@ class RecurrentLayer(RecurrentModule):
         return output, tuple(torch.stack(kind) for kind in zip(*finals))
 
     def _run_layer(
-        self, layer: int, x: Tensor, states: Sequence[GivenState], lengths: Tensor | None, resets: Tensor | None,
+        self, layer: int, x: Tensor, starts: Sequence[Start], lengths: Tensor | None, resets: Tensor | None,
         counts: Tensor | int,
     ) -> list[SequenceResult]:  # fmt: skip
         """One layer in its direction or directions."""
         count = self.num_directions
-        cells = [(self._suffixes()[at], states[at]) for at in range(layer * count, (layer + 1) * count)]
+        cells = [(self._suffixes()[at], starts[at]) for at in range(layer * count, (layer + 1) * count)]
         calls = [
-            self._call(suffix, x, state, lengths, resets, reverse=at > 0) for at, (suffix, state) in enumerate(cells)
+            self._call(suffix, x, start, lengths, resets, reverse=at > 0) for at, (suffix, start) in enumerate(cells)
         ]
         results = functional.run_directions(calls, self.backend)
         for (suffix, _), result in zip(cells, results):
@@ -224,15 +238,16 @@ class RecurrentLayer(RecurrentModule):
         return results
 
     def _call(
-        self, suffix: str, x: Tensor, state: GivenState, lengths: Tensor | None, resets: Tensor | None,
+        self, suffix: str, x: Tensor, start: Start, lengths: Tensor | None, resets: Tensor | None,
         reverse: bool = False,
     ) -> Recurrence:  # fmt: skip
         """One cell over the sequence, with the masks that it draws."""
         steps, batch = x.shape[:2]
         zoneout, mask = self._zoneout(steps, batch, x), self._draw_recurrent_mask(batch, x)
         return self._recurrence(
-            suffix, x, state, lengths=lengths, resets=resets, reverse=reverse, zoneout=zoneout, recurrent_mask=mask
-        )
+            suffix, x, start.state, lengths=lengths, resets=resets, reverse=reverse, zoneout=zoneout,
+            recurrent_mask=mask, reset_state=start.reset_state,
+        )  # fmt: skip
 
     def _valid_counts(self, x: Tensor, lengths: Tensor | None) -> Tensor | int:
         """How many cases stand behind each step's batch statistics."""
@@ -251,22 +266,28 @@ class RecurrentLayer(RecurrentModule):
         check_lengths(found, x.shape[0], x.shape[1])
         return _brought(found, x.device)
 
-    def _states(self, hx: Any, x: Tensor, rank: int) -> list[GivenState]:
+    def _starts(self, hx: Any, resets: Tensor | None, reset_state: Any, x: Tensor, rank: int) -> list[Start]:
+        """Every cell's state at the beginning and after a reset."""
+        states = self._states(hx, x, rank)
+        anew = [(None, None)] * len(states) if resets is None else self._states(reset_state, x, rank, "reset_state")
+        return [*map(Start, states, anew)]
+
+    def _states(self, hx: Any, x: Tensor, rank: int, name: str = "hx") -> list[GivenState]:
         """The initial state of every cell, from ``hx`` (rank 3, or 2 for unbatched input) or the default."""
         cells = self._suffixes()
         if hx is None:
             return [self._default_state(suffix, x.shape[1]) for suffix in cells]
-        given = self._check_hx(hx, x, rank)
+        given = self._check_hx(hx, x, rank, name)
         if rank == 2:
             given = tuple(s.unsqueeze(1) for s in given)
         return [tuple(s[index] for s in given) for index in range(len(cells))]
 
-    def _check_hx(self, hx: Any, x: Tensor, rank: int) -> State:
+    def _check_hx(self, hx: Any, x: Tensor, rank: int, argument: str = "hx") -> State:
         given = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
         name = type(self).__name__
         expected = " and ".join(["h_0", "c_0"][: STATES[self.cell]])
         if len(given) != STATES[self.cell] or not all(isinstance(s, Tensor) for s in given):
-            raise fail(f"{name} takes {expected} as hx", describe(hx), "Pass hx=None to start from the default state.")
+            raise fail(f"{name} takes {expected} as {argument}", describe(hx), "Pass None for the default state.")
         for label, state, width in zip(("h_0", "c_0"), given, self.state_sizes):
             shape = [len(self._suffixes()), x.shape[1], width] if rank == 3 else [len(self._suffixes()), width]
             if list(state.shape) != shape:

@@ -325,6 +325,7 @@ class Recurrence:
     population: Mapping[str, Moments] | None = None
     first_step: int = 0  # the step number of input[0], for per-step batch statistics
     recompute: bool = False  # gates are not kept for the backward pass; the reference keeps what autograd needs
+    reset_state: tuple[Tensor | None, ...] = (None, None)  # the state after a reset, shaped as ``state``; None is 0
 
     def state_shapes(self) -> list[tuple[int, int]]:
         """[B, P] of h, and for the LSTM [B, H] of c."""
@@ -333,9 +334,31 @@ class Recurrence:
         return [(batch, width) for width in widths[: STATES[self.cell]]]
 
     def initial(self) -> tuple[Tensor, ...]:
-        """The state the first step finds."""
-        pairs = zip(self.state, self.state_shapes())
+        """State before the first step."""
+        return self._or_zeros(self.state)
+
+    def after_reset(self) -> tuple[Tensor, ...]:
+        """State before a step at which a new segment begins."""
+        return self._or_zeros(self.reset_state)
+
+    def _or_zeros(self, states: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        pairs = zip(states, self.state_shapes())
         return tuple(self.input.new_zeros(shape) if s is None else s for s, shape in pairs)
+
+    def forwards(self) -> Recurrence:
+        """The same recurrence with time running forwards and without resets in the padding."""
+        resets = self.resets
+        if resets is not None and self.lengths is not None:
+            resets = resets & valid_steps(self.lengths, resets.shape[0])
+        if not self.reverse:
+            return self if resets is self.resets else replace(self, resets=resets)
+        resets = None if resets is None else reverse_resets(resets, self.lengths)
+        return replace(self, reverse=False, input=reverse_sequences(self.input, self.lengths), resets=resets)
+
+
+def valid_steps(lengths: Tensor, steps: int) -> Tensor:
+    """Mask [T, B] that is True where a case still has steps."""
+    return torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths.unsqueeze(0)
 
 
 def reverse_sequences(x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -355,13 +378,8 @@ def reverse_resets(resets: Tensor, lengths: Tensor | None) -> Tensor:
 
 def evaluate(call: Recurrence) -> SequenceResult:
     """Run a recurrence step by step."""
-    if not call.reverse:
-        return _evaluate_forward(call)
-    lengths = call.lengths
-    resets = None if call.resets is None else reverse_resets(call.resets, lengths)
-    turned = replace(call, reverse=False, input=reverse_sequences(call.input, lengths), resets=resets)
-    result = _evaluate_forward(turned)
-    return result._replace(output=reverse_sequences(result.output, lengths))
+    result = _evaluate_forward(call.forwards())
+    return result._replace(output=reverse_sequences(result.output, call.lengths)) if call.reverse else result
 
 
 def effective_weights(call: Recurrence) -> CellWeights:
@@ -377,8 +395,7 @@ def effective_weights(call: Recurrence) -> CellWeights:
 def _evaluate_forward(call: Recurrence) -> SequenceResult:
     x, valid = call.input, None
     if call.lengths is not None:
-        steps = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-        valid = (steps < call.lengths.unsqueeze(0)).unsqueeze(-1)
+        valid = valid_steps(call.lengths, x.shape[0]).unsqueeze(-1)
         x = torch.where(valid, x, torch.zeros((), dtype=x.dtype, device=x.device))  # padding may hold NaN
     w = effective_weights(call)
     norms = SiteNorms(call.norm, call.placement, w, call.eps, call.eps_mode, valid, call.population)
@@ -411,12 +428,12 @@ def _unroll(
     call: Recurrence,
     valid: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    initial = tuple(s.to(summed.dtype) for s in call.initial())
-    state, outputs = initial, []
+    state, anew = (tuple(s.to(summed.dtype) for s in given) for given in (call.initial(), call.after_reset()))
+    outputs = []
     for t in range(summed.shape[0]):
         if call.resets is not None:
             begins = call.resets[t].unsqueeze(-1)
-            state = tuple(torch.where(begins, first, s) for first, s in zip(initial, state))
+            state = tuple(torch.where(begins, first, s) for first, s in zip(anew, state))
         new = step(summed[t], state, t + call.first_step)
         new = tuple(_zoneout(old, fresh, mask, t) for old, fresh, mask in zip(state, new, call.zoneout))
         if valid is None:
@@ -452,12 +469,13 @@ def rnn(
     zoneout: Masks = (None,),
     recurrent_mask: Tensor | None = None,
     population: Mapping[str, Moments] | None = None,
+    reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h_t = f(g/sigma (a_t - mu) + b), a_t = W_h h_{t-1} + W_x x_t (Eq. 4), over a whole sequence."""
     where = resolve("RNN", norm, placement)
     call = Recurrence(
         "RNN", input, (state,), weights, norm, where, eps, eps_mode, nonlinearity,
-        lengths, resets, reverse, zoneout, recurrent_mask, population,
+        lengths, resets, reverse, zoneout, recurrent_mask, population, reset_state=(reset_state,),
     )  # fmt: skip
     result = evaluate(call)
     return result.output, result.state[0]
@@ -478,12 +496,13 @@ def lstm(
     zoneout: Masks = (None, None),
     recurrent_mask: Tensor | None = None,
     population: Mapping[str, Moments] | None = None,
+    reset_state: LSTMState | None = None,
 ) -> tuple[Tensor, LSTMState]:
     """The LSTM of the appendix over a whole sequence; ``placement`` picks the row of ``lamina.placements``."""
     where = resolve("LSTM", norm, placement)
     call = Recurrence(
         "LSTM", input, state, weights, norm, where, eps, eps_mode, "tanh",
-        lengths, resets, reverse, zoneout, recurrent_mask, population,
+        lengths, resets, reverse, zoneout, recurrent_mask, population, reset_state=reset_state or (None, None),
     )  # fmt: skip
     result = evaluate(call)
     return result.output, (result.state[0], result.state[1])
@@ -504,12 +523,13 @@ def gru(
     zoneout: Masks = (None,),
     recurrent_mask: Tensor | None = None,
     population: Mapping[str, Moments] | None = None,
+    reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The GRU of the appendix over a whole sequence; ``placement`` picks the row of ``lamina.placements``."""
     where = resolve("GRU", norm, placement)
     call = Recurrence(
         "GRU", input, (state,), weights, norm, where, eps, eps_mode, "tanh",
-        lengths, resets, reverse, zoneout, recurrent_mask, population,
+        lengths, resets, reverse, zoneout, recurrent_mask, population, reset_state=(reset_state,),
     )  # fmt: skip
     result = evaluate(call)
     return result.output, result.state[0]

@@ -44,12 +44,16 @@ def random_call(cell, norm, placement, shape, proj=0, dtype=torch.float64, devic
     x = torch.randn(steps, batch, inputs, dtype=dtype, device=device, requires_grad=True)
     weights = random_weights(cell, norm, placement, inputs, hidden, proj, dtype=dtype, device=device)
     state = random_state(cell, batch, hidden, proj, dtype, device)
+    if more.get("resets") is not None:  # what a reset goes to is not what the sequence begins with
+        more.setdefault("reset_state", random_state(cell, batch, hidden, proj, dtype, device))
     return Recurrence(cell, x, state, weights, norm, placements.resolve(cell, norm, placement), **more)
 
 
 def leaves(call):
     """Every differentiable tensor of a call, by name."""
     found = {"input": call.input} | dict(zip("hc", call.state))
+    if call.resets is not None:
+        found |= {k: v for k, v in zip(("reset_h", "reset_c"), call.reset_state) if v is not None}
     return found | {k: v for k, v in call.weights._asdict().items() if v is not None}
 
 
@@ -71,7 +75,8 @@ def cast(call: Recurrence, dtype: torch.dtype, values: torch.dtype) -> Recurrenc
 
     return dataclasses.replace(
         call, input=leaf(call.input), state=tuple(map(leaf, call.state)), weights=CellWeights(*map(leaf, call.weights)),
-        zoneout=tuple(map(mask, call.zoneout)), recurrent_mask=mask(call.recurrent_mask),
+        reset_state=tuple(map(leaf, call.reset_state)), zoneout=tuple(map(mask, call.zoneout)),
+        recurrent_mask=mask(call.recurrent_mask),
     )  # fmt: skip
 
 

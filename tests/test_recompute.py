@@ -30,16 +30,15 @@ def little(call):
 
 def test_parts_cover_all_steps(monkeypatch):
     for steps, batch in ((1, 1), (2, 1), (3, 700), (7, 3), (100, 64), (500, 8), (16384, 1), (5, 5000)):
-        cut = recompute.parts(steps, batch, None)
+        cut = recompute.parts(steps, batch)
         assert cut[0][0] == 0
         assert cut[-1][1] == steps
         assert all(a[1] == b[0] for a, b in pairwise(cut))
         assert all(begin < end for begin, end in cut)
-    assert len(recompute.parts(100, 64, torch.zeros(100, 64, dtype=torch.bool))) == 1
     monkeypatch.setattr(recompute, "FEW", 1024)
-    assert len(recompute.parts(64, 16, None)) == 1
-    assert len(recompute.parts(100, 64, None)) == 4
-    assert len(recompute.parts(1024, 32, None)) == 8
+    assert len(recompute.parts(64, 16)) == 1
+    assert len(recompute.parts(100, 64)) == 4
+    assert len(recompute.parts(1024, 32)) == 8
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -48,7 +47,6 @@ def test_the_same_gradients_on_a_cpu(row, ragged):
     """In float64, where a part's first state loses nothing: not a bit differs but for the order of sums over parts."""
     pytest.importorskip("numba")
     more = extras(row, 9, 3, 7) if ragged else {}
-    more.pop("resets", None)
     for reverse in (False, True):
         call = problem(row, (9, 3, 4, 7), CPU, reverse=reverse, **more)
         found, want = (everything(c, lambda c: fused.run(c, "cpu")) for c in (little(call), call))
@@ -57,20 +55,14 @@ def test_the_same_gradients_on_a_cpu(row, ragged):
 
 
 @pytest.mark.parametrize("row", FEW, ids=str)
-def test_sequences_that_start_anew_are_one_part(row):
-    pytest.importorskip("numba")
-    call = problem(row, (6, 4, 3, 9), CPU, **extras(row, 6, 4, 9))
-    found, want = (everything(c, lambda c: fused.run(c, "cpu")) for c in (little(call), call))
-    assert_same(list(found.values()), list(want.values()), 1e-12, list(found))
-
-
-@pytest.mark.parametrize("row", FEW, ids=str)
 @pytest.mark.parametrize("path", ["persistent", "steps"])
 def test_on_a_gpu_as_good_as_the_reference(row, path, device):
     pytest.importorskip("triton")
     assert_as_good(lambda: little(problem(row, (5, 3, 4, 17), device)), torch.float32, path)
     lengths = torch.tensor([5, 1, 4, 0], device=device)
-    assert_as_good(lambda: little(problem(row, (5, 4, 3, 9), device, lengths=lengths)), torch.float32, path)
+    resets = torch.rand(5, 4, device=device) < 0.4
+    more = {"lengths": lengths, "resets": resets}
+    assert_as_good(lambda: little(problem(row, (5, 4, 3, 9), device, **more)), torch.float32, path)
 
 
 @pytest.mark.usefixtures("bfloat16_is_rounded")

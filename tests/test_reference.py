@@ -147,10 +147,13 @@ def test_resets_equal_separate_segments(cell, norm, placement, reverse, device):
     resets = torch.tensor([[True], [False], [True], [True], [False], [False]], device=device)
     call = random_call(cell, norm, placement, (6, 1, 3, 5), device=device, resets=resets, reverse=reverse)
     got = reference.evaluate(call).output
-    segments = [(0, 2), (2, 3), (3, 6)]
-    want = torch.cat(
-        [reference.evaluate(dataclasses.replace(call, input=call.input[a:b], resets=None)).output for a, b in segments]
-    )
+    segments = {(0, 2): call.reset_state, (2, 3): call.reset_state, (3, 6): call.reset_state}
+    if reverse:
+        segments[3, 6] = call.state  # where reading backwards begins
+    parts = [
+        dataclasses.replace(call, input=call.input[a:b], state=state, resets=None) for (a, b), state in segments.items()
+    ]
+    want = torch.cat([reference.evaluate(part).output for part in parts])
     tensors = list(leaves(call).values())
     assert_same([got], [want])
     assert_same(gradients([got], tensors), gradients([want], tensors))

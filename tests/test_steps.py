@@ -327,7 +327,7 @@ def test_nothing_is_zeros(row):
             (upstream, nothing, nothing),
             (None if nothing is None else zeros.expand_as(upstream).clone(), zeros + 1, nothing),
         ]
-        grads = [steps.backward(form, x, matrix, nothing, *parameters, forms.Extras(), (hist, *kept), *d) for d in more]
+        grads = [steps.backward(form, x, matrix, *parameters, forms.Extras(), (hist, *kept), *d) for d in more]
         found.append([hist, h_n, c_n, *(t() if callable(t) else t for by_name in grads for t in by_name.values())])
         assert torch.equal(hist[-1], h_n)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

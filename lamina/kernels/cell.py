@@ -20,13 +20,13 @@ from torch.nn.functional import linear
 from ..reference import Recurrence, SequenceResult
 from . import cell_product, fused, interpreted
 from .forms import Form, Setting, form_of, power, setting_of
-from .given import COUNT, NAMES, Given, extras_of, tensors_of, there
+from .given import NAMES, STEP, Given, extras_of, tensors_of, there
 from .plans import OVERRIDE, processors
 from .precision import as_cudnn_multiplies, tf32_wanted
 from .prepared import Launch
 
-KEEP_H, KEEP_C = COUNT, COUNT + 1  # where zoneout's masks stand among what a step is given
-SMALL = slice(NAMES.index("bias_ih"), COUNT)  # biases and gains
+KEEP_H, KEEP_C = STEP, STEP + 1  # where zoneout's masks stand among what a step is given
+SMALL = slice(NAMES.index("bias_ih"), STEP)  # biases and gains
 KINDS = 1024  # that are kept
 _AS_IT_IS = nullcontext()
 
@@ -35,7 +35,7 @@ def run(call: Recurrence) -> SequenceResult:
     """One step of a recurrence, of an input [1, B, D]."""
     tensors, extras = tensors_of(call, None), extras_of(call)
     masks = [None if m is None else m[0] for m in extras[2:4]]
-    found = step(setting_of(call, "cell"), there(tensors[0])[0], *tensors[1:], *masks, extras[4])
+    found = step(setting_of(call, "cell"), there(tensors[0])[0], *tensors[1:STEP], *masks, extras[4])
     return SequenceResult(found[0].unsqueeze(0), found, {})
 
 
@@ -266,7 +266,7 @@ def _to_state(d_from_h: Tensor, weight: Tensor, past: Given, drop: Given) -> Ten
 
 def _differentiable(setting: Setting, given: list[Given], grads: tuple[Given, ...], needed: tuple[bool, ...]) -> Any:
     """The gradients by the reference's own graph."""
-    x, *others = given[:COUNT]
+    x, *others = given[:STEP]
     keeps = [None if k is None else k.unsqueeze(0) for k in given[12:14]]
     tensors = [there(x).unsqueeze(0), *others]
     arriving = (None, *grads)[: 3 if setting.cell == "LSTM" else 2]

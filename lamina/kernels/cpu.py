@@ -18,7 +18,7 @@ from . import cpu_team
 from .cpu_fields import PLACES
 from .cpu_target import STRETCH, panel_width
 from .forms import CELLS, SITES, Setting, form_of
-from .given import NAMES, Given
+from .given import NAMES, STEP, Given
 from .given import there as _there
 
 CHUNK = 512  # rows whose W_x x, or gradients, are there at once: what is not kept stays in the caches
@@ -133,6 +133,9 @@ class Call(Job):
         )  # fmt: skip
         self._parameters(by_name)
         self._extras(extras)
+        if self.resets is not None:
+            states = {name: by_name[name] for name in NAMES[STEP:]}
+            self.set(**{name: self._state(state) for name, state in states.items()})
 
     def copy(self) -> Call:
         """Another of the same numbers: several threads may walk back through one graph."""
@@ -171,6 +174,9 @@ class Call(Job):
         for name, mask in (("keep_h", keep_h), ("keep_c", keep_c)):
             if mask is not None:
                 self._mask(name, mask)
+
+    def _state(self, state: Given) -> Tensor:
+        return torch.zeros(self.batch, self.hidden, dtype=self.dtype) if state is None else self.as_read(state)
 
     def _mask(self, name: str, mask: Tensor) -> None:
         """A row of units for each step and case; one number for all as one row."""
@@ -216,7 +222,7 @@ def forward(
     x, weight_ih = _there(by_name["input"]), _there(by_name["weight_ih"])
     hist = call.empty(steps + 1, batch, hidden)
     _first(by_name["h"], call, hist[0])
-    whole_c, train = keep != "nothing" or call.resets is not None, keep == "all"
+    whole_c, train = keep != "nothing", keep == "all"
     c_hist = call.empty((steps + 1 if whole_c else 1) if lstm else 0, batch, hidden)
     if lstm:
         _first(by_name["c"], call, c_hist[0])
@@ -251,7 +257,7 @@ def backward(
     steps, batch, hidden, width = call.steps, call.batch, call.hidden, call.width
     size, weight, lstm = hist.element_size(), _there(by_name["weight_hh"]), call.form.cell == "LSTM"
     d_out, d_h, d_c = (None if g is None else g.to(call.dtype).contiguous() for g in grads)
-    dh, dc, first_h, first_c, past = torch.zeros(5, batch, hidden, dtype=call.dtype).unbind()
+    dh, dc, d_reset_h, d_reset_c, past = torch.zeros(5, batch, hidden, dtype=call.dtype).unbind()
     if d_h is not None:
         dh.copy_(d_h)
     if d_c is not None and lstm:
@@ -262,8 +268,8 @@ def backward(
     call.matrix(weight, True)
     call.set(
         summed=summed, hist=hist, c_hist=c_hist, c_step=batch * hidden * size, xhat=xhat,
-        xhat_step=batch * width * size, rstd=rstd, scratch=_scratch(call, 1), dh=dh, dc=dc, first_h=first_h,
-        first_c=first_c, past=past, d_raw=d_raw, d_summed=d_summed, shares=shares,
+        xhat_step=batch * width * size, rstd=rstd, scratch=_scratch(call, 1), dh=dh, dc=dc,
+        d_reset_h=d_reset_h, d_reset_c=d_reset_c, past=past, d_raw=d_raw, d_summed=d_summed, shares=shares,
         d_out=hist.new_empty(0) if d_out is None else d_out,
     )  # fmt: skip
     found = _Matrices(call, by_name, hist, wanted)
@@ -273,10 +279,9 @@ def backward(
         call.run("backward", call.threads)
         rows = (end - begin) * batch
         found.add(begin, end, d_raw[:rows], d_summed[:rows])
-    if call.resets is not None:
-        dh, dc = dh + first_h, dc + first_c
     call.let_go("weight", "packed", "z", "scratch")
-    given = {**found.result(), "h": dh, "c": dc, **_small(call, shares, by_name)}
+    states = {"h": dh, "c": dc, "reset_h": d_reset_h, "reset_c": d_reset_c}
+    given = {**found.result(), **states, **_small(call, shares, by_name)}
     found_in_order = [(t, given[name]) for name, t in by_name.items()]
     return [None if t is None or d is None else d if d.dtype is t.dtype else d.to(t.dtype) for t, d in found_in_order]
 
@@ -307,7 +312,7 @@ class _Matrices:
         """h' as the products saw it."""
         before = self.hist[begin:end]
         if self.call.resets is not None:
-            before = torch.where(self.call.resets[begin:end].unsqueeze(-1), self.hist[0], before)
+            before = torch.where(self.call.resets[begin:end].unsqueeze(-1), self.call.held["reset_h"], before)
         return before if self.call.drop is None else before * self.call.drop
 
     def result(self) -> dict[str, Any]:

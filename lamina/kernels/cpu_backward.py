@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import cpu_rows as rows
-from .cpu_call import DREAMER, GRU, LSTM, NOTES, NOWHERE, ON_SUM, call_at, is_over, norms, old_state, share_of
+from .cpu_call import DREAMER, GRU, LSTM, NOTES, NOWHERE, ON_SUM, call_at, is_over, norms, old_c, old_h, share_of
 from .cpu_matrix import apart, bytes_of, numbers, product, row_times
 from .cpu_parts import meet, part
 from .cpu_rows import moments, slopes
@@ -149,12 +149,12 @@ def _backward_row(p, t, b, scratch, share, like):
     if p.keep_h != 0:
         rows.split(p.keep_h + t * p.keep_h_t + b * p.keep_h_b, dh, past, H, like)
     _sides_again(p, t, b, a, ah, scratch, like)
-    h_old = old_state(p, p.hist, t, b, like)
+    h_old = old_h(p, t, b, like)
     if p.cell == LSTM:
         if p.keep_c != 0:
             rows.fill(past_c, H, like, like)
             rows.split(p.keep_c + t * p.keep_c_t + b * p.keep_c_b, dc, past_c, H, like)
-        _lstm_back(p, a, dh, dc, old_state(p, p.c_hist, t, b, like), seen, share, like)
+        _lstm_back(p, a, dh, dc, old_c(p, t, b, like), seen, share, like)
         if p.keep_c != 0:
             rows.plus(dc, past_c, dc, H, like)
     elif p.cell == GRU:
@@ -178,10 +178,10 @@ def _arrived(p, t, b, like):
         rows.times(through, p.drop + row, through, H, like)
     rows.plus(through, p.past + row, dh, H, like)
     if p.resets != 0 and numbers(p.resets, (t + 1) * p.batch, np.uint8(0))[t * p.batch + b]:
-        rows.plus(p.first_h + row, dh, p.first_h + row, H, like)
+        rows.plus(p.d_reset_h + row, dh, p.d_reset_h + row, H, like)
         rows.fill(dh, H, like, like)
         if p.cell == LSTM:
-            rows.plus(p.first_c + row, dc, p.first_c + row, H, like)
+            rows.plus(p.d_reset_c + row, dc, p.d_reset_c + row, H, like)
             rows.fill(dc, H, like, like)
 
 

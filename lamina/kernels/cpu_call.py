@@ -52,13 +52,24 @@ def norms(p, x, groups, sizes, out, like):
 
 
 @part
-def old_state(p, place, t, b, like):
-    """Where a row's state before step t is: in the history, or the first one if it starts anew."""
-    size = bytes_of(like)
-    row = b * p.hidden * size
+def old_state(p, place, step, reset_state, t, b, like):
+    """Address of a row's state before step t: in the history, ``step`` bytes a step, or the state after a reset."""
+    row = b * p.hidden * bytes_of(like)
     if p.resets != 0 and numbers(p.resets, (t + 1) * p.batch, np.uint8(0))[t * p.batch + b]:
-        t = 0
-    return place + t * p.batch * p.hidden * size + row
+        return reset_state + row
+    return place + t * step + row
+
+
+@part
+def old_h(p, t, b, like):
+    """Address of a row's h before step t."""
+    return old_state(p, p.hist, p.batch * p.hidden * bytes_of(like), p.reset_h, t, b, like)
+
+
+@part
+def old_c(p, t, b, like):
+    """Address of a row's c before step t."""
+    return old_state(p, p.c_hist, p.c_step, p.reset_c, t, b, like)
 
 
 @part

@@ -11,12 +11,13 @@ FIELDS = (
     "hist", "c_hist", "c_step",  # [T+1, B, H]; c_step: bytes from one step's c to the next's, 0: one place for all
     "xhat", "xhat_step", "rstd",  # [T, B, W], [T, B, groups]; xhat_step as c_step
     "gain", "bias", "gain_x", "bias_x", "gain_cell", "bias_cell",
+    "reset_h", "reset_c",  # [B, H]: the state after a reset; 0: no resets
     "lengths", "resets", "drop", "keep_h", "keep_h_t", "keep_h_b", "keep_c", "keep_c_t", "keep_c_b",  # 0: none
     "weight", "packed", "panels",  # of the product: as it is (one row) or packed
     "z", "z_row",  # where a product goes, [B, z_row]
     "operand",  # [B, H] for h' where it is not the history's
     "scratch", "scratch_size",  # of each thread, in numbers
-    "d_out", "dh", "dc", "first_h", "first_c", "past",  # [T, B, H], then [B, H]
+    "d_out", "dh", "dc", "d_reset_h", "d_reset_c", "past",  # [T, B, H], then [B, H]
     "d_raw", "d_summed",  # [steps of this call, B, W]
     "shares",  # [threads, 4 W + 2 H]: gradients of bias, gain, bias_x, gain_x, bias_cell, gain_cell
     "threads", "shared",  # shared: threads take columns of a product, and the first of them all rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import cpu_rows as rows
-from .cpu_call import DREAMER, GRU, LSTM, NOTES, ON_SUM, call_at, is_over, norms, old_state, share_of
+from .cpu_call import DREAMER, GRU, LSTM, NOTES, ON_SUM, call_at, is_over, norms, old_c, old_h, share_of
 from .cpu_matrix import apart, bytes_of, numbers, product, project, row_times_transpose
 from .cpu_parts import meet, part
 from .cpu_rows import moments
@@ -84,11 +84,11 @@ def _lstm(p, a, c_old, c, h, like):
 def _forward_row(p, t, b, scratch, like):
     size, H = bytes_of(like), p.hidden
     W, row, plane = p.gates * H, b * H * size, p.batch * H * size
-    h_old, h_new = old_state(p, p.hist, t, b, like), p.hist + (t + 1) * plane + row
+    h_old, h_new = old_h(p, t, b, like), p.hist + (t + 1) * plane + row
     c_old, c_new = h_old, h_new
     if p.cell == LSTM:
         c_new = p.c_hist + (t + 1) * p.c_step + row
-        c_old = old_state(p, p.c_hist, t, b, like) if p.c_step != 0 else p.c_hist + row
+        c_old = old_c(p, t, b, like)
     if is_over(p, t, b):
         rows.copy(h_old, h_new, H, like)
         rows.copy(c_old, c_new, H, like)
@@ -121,7 +121,7 @@ def _factor(p, t, first, last, like):
     if p.operand == 0:
         return p.hist + t * p.batch * H * size
     for b in range(first, last):
-        out, old = p.operand + b * H * size, old_state(p, p.hist, t, b, like)
+        out, old = p.operand + b * H * size, old_h(p, t, b, like)
         if p.drop != 0:
             rows.times(old, p.drop + b * H * size, out, H, like)
         else:

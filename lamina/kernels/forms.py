@@ -120,9 +120,19 @@ class Extras:
     keep_h: Tensor | None = None  # [T, B, H] or expanded
     keep_c: Tensor | None = None
     drop: Tensor | None = None  # [B, H]
+    reset_h: Tensor | None = None  # [B, H], the state after a reset; None is 0
+    reset_c: Tensor | None = None
 
-    def arguments(self, nothing: Tensor) -> dict[str, Any]:
-        """Kernel arguments; ``nothing`` stands for what there is not and is not read."""
+    def reset_states(self, like: Tensor, batch: int) -> tuple[Tensor | None, Tensor | None]:
+        """h and c after a reset [B, H], zeros where none is given; None without resets. ``like``: [.., H]."""
+        if self.resets is None:
+            return None, None
+        shape = (*self.resets.shape[:-2], batch, like.shape[-1])
+        zeros = like.new_zeros(shape, dtype=torch.float32)
+        return zeros if self.reset_h is None else self.reset_h, zeros if self.reset_c is None else self.reset_c
+
+    def arguments(self, nothing: Tensor, batch: int) -> dict[str, Any]:
+        """Kernel arguments; ``nothing``, [.., H], stands for what there is not and is not read."""
         names = ("lengths", "resets", "keep_h", "keep_c", "drop")
         tensors = {name: getattr(self, name) for name in names}
         flags = {f"HAS_{name.upper()}": tensor is not None for name, tensor in tensors.items()}
@@ -132,6 +142,7 @@ class Extras:
             for name, mask in masks.items()
             for d, axis in zip((-4, -3, -2, -1), "stbu")
         }
+        tensors |= zip(("reset_h", "reset_c"), self.reset_states(nothing, batch))
         return {**{name: nothing if t is None else t for name, t in tensors.items()}, **strides, **flags}
 
 

@@ -23,7 +23,7 @@ from ..checks import watched
 from ..reference import CellWeights, Recurrence, SequenceResult
 from . import cpu, passes, recompute, replay, walk
 from .forms import Setting, form_of, kept_dtype, setting_of
-from .given import COUNT, EXTRAS, NAMES, Tensors, extras_of, tensors_of, there, zero_unless
+from .given import COUNT, EXTRAS, NAMES, STEP, Tensors, extras_of, tensors_of, there, zero_unless
 from .precision import formed, formed_at_once
 
 
@@ -33,7 +33,7 @@ def run(call: Recurrence, path: str) -> SequenceResult:
         from . import cell
 
         return cell.run(call)
-    turned = _forwards(call)
+    turned = call.forwards()
     valid = _valid(turned)
     tensors, extras = tensors_of(turned, valid), extras_of(turned)
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -59,7 +59,7 @@ def run_together(calls: Sequence[Recurrence], path: str) -> list[SequenceResult]
     first = calls[0]
     if watched(first.input) or watched(first.weights.weight_hh) or not _alike(calls):
         return [run(call, path) for call in calls]
-    turned = [_forwards(call) for call in calls]
+    turned = [call.forwards() for call in calls]
     valid = _valid(turned[0])
     tensors = [t for call in turned for t in tensors_of(call, valid)]
     extras = [t for call in turned for t in extras_of(call)]
@@ -79,6 +79,7 @@ def run_stack(calls: Sequence[Recurrence], masks: Sequence[Tensor | None]) -> tu
 
     The inputs of all calls but the first are not looked at: they are outputs of the layers below, times their mask.
     """
+    calls = [call.forwards() for call in calls]
     first = calls[0]
     valid = _valid(first)
     tensors = tensors_of(first, valid)
@@ -98,7 +99,8 @@ def _alike(calls: Sequence[Recurrence]) -> bool:
     """Whether calls have the same tensors, of the same shapes but for the inputs' widths."""
 
     def kinds(call: Recurrence) -> list[Any]:
-        tensors = [*call.state, *call.weights[1:], call.lengths, call.resets, *call.zoneout, call.recurrent_mask]
+        tensors = [*call.state, *call.reset_state, *call.weights[1:], call.lengths, call.resets, *call.zoneout]
+        tensors.append(call.recurrent_mask)
         known = [(t.shape, t.dtype) if isinstance(t, Tensor) else t is None for t in tensors]
         return [setting_of(call), call.input.shape[:2], *known]
 
@@ -107,7 +109,7 @@ def _alike(calls: Sequence[Recurrence]) -> bool:
 
 def cpu_step(setting: Setting, x: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
     """The new state after one step on a CPU: of x [B, D] and what ``cell.step`` takes."""
-    tensors = [x.unsqueeze(0), *given[: COUNT - 1]]
+    tensors = [x.unsqueeze(0), *given[: STEP - 1], *[None] * (COUNT - STEP)]
     extras: Tensors = [None] * len(EXTRAS)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         _, h, c = _Sequence.apply(setting, "cpu", walk.ALL, *tensors, *extras)  # type: ignore[no-untyped-call]
@@ -116,20 +118,9 @@ def cpu_step(setting: Setting, x: Tensor, *given: Tensor | None) -> tuple[Tensor
     return (h, c) if setting.cell == "LSTM" else (h,)
 
 
-def _forwards(call: Recurrence) -> Recurrence:
-    """The same recurrence with time running forwards."""
-    if not call.reverse:
-        return call
-    resets = None if call.resets is None else reference.reverse_resets(call.resets, call.lengths)
-    return replace(call, input=reference.reverse_sequences(call.input, call.lengths), resets=resets)
-
-
 def _valid(call: Recurrence) -> Tensor | None:
     """[T, B, 1]: where a case still has steps."""
-    if call.lengths is None:
-        return None
-    steps = torch.arange(call.input.shape[0], device=call.input.device).unsqueeze(1)
-    return (steps < call.lengths.unsqueeze(0)).unsqueeze(-1)
+    return None if call.lengths is None else reference.valid_steps(call.lengths, call.input.shape[0]).unsqueeze(-1)
 
 
 EACH = COUNT + len(EXTRAS)  # tensors of one recurrence
@@ -238,12 +229,13 @@ def _by(given: Tensors, size: int) -> list[list[Tensor | None]]:
 def _again(setting: Setting, tensors: Tensors, extras: Tensors) -> Recurrence:
     """The call that a setting and its tensors were made from, forwards in time."""
     by_name, (lengths, resets, keep_h, keep_c, drop) = dict(zip(NAMES, tensors)), extras
-    state = (by_name["h"], by_name["c"])[: 2 if setting.cell == "LSTM" else 1]
-    weights: dict[str, Any] = {name: by_name[name] for name in NAMES[3:]}
+    count = 2 if setting.cell == "LSTM" else 1
+    state, anew = ((by_name[h], by_name[c])[:count] for h, c in (("h", "c"), NAMES[STEP:]))
+    weights: dict[str, Any] = {name: by_name[name] for name in NAMES[3:STEP]}
     norm = None if setting.norm == "none" else setting.norm
     return Recurrence(
         setting.cell, there(by_name["input"]), state, CellWeights(**weights), norm, setting.where, setting.eps,
-        setting.eps_mode, setting.nonlinearity, lengths, resets, False, (keep_h, keep_c), drop,
+        setting.eps_mode, setting.nonlinearity, lengths, resets, False, (keep_h, keep_c), drop, reset_state=anew,
     )  # fmt: skip
 
 

@@ -12,10 +12,11 @@ from ..reference import Recurrence
 
 NAMES = (
     "input", "h", "c", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "gain_ih", "gain_hh", "gain_sum", "gain_cell",
-    "bias_cell",
+    "bias_cell", "reset_h", "reset_c",
 )  # fmt: skip
 EXTRAS = ("lengths", "resets", "keep_h", "keep_c", "drop")
 COUNT = len(NAMES)
+STEP = NAMES.index("reset_h")  # of a single step, which knows no resets
 Given = Tensor | None
 Tensors = Sequence[Given]
 
@@ -33,7 +34,8 @@ def tensors_of(call: Recurrence, valid: Tensor | None) -> list[Tensor | None]:
     # A gain without a norm to stand behind is not looked at; weight norm has used its own.
     gains = [g if site else None for g, site in zip((w.gain_ih, w.gain_hh, w.gain_sum, w.gain_cell), sites)]
     state = (*call.state, None)[:2]
-    found = (x, *state, w.weight_ih, w.weight_hh, w.bias_ih, w.bias_hh, *gains, w.bias_cell)
+    anew = (*call.reset_state[: len(call.state)], None)[:2] if call.resets is not None else (None, None)
+    found = (x, *state, w.weight_ih, w.weight_hh, w.bias_ih, w.bias_hh, *gains, w.bias_cell, *anew)
     return [None if t is None else t.contiguous() for t in found]
 
 

@@ -168,7 +168,8 @@ def forward_walk(
         "weight": weight, "hist": hist, "h_last": h_last, "c_last": c_last, "c_hist": c_hist, "xhat": xhat,
         "stats": stats, "c_first": x if c is None else c, "HAS_C": c is not None, "TRAIN": keep,
         "NARROW": cut.narrow, **_scales(matrix, h, extras),
-        **_shared(x, h, *small), **extras.arguments(weight),
+        "h_first": x if h is None else h, "HAS_H": h is not None,
+        **_shared(x, *small), **extras.arguments(weight, x.shape[-2]),
     }  # fmt: skip
     words = 2 * cut.members * cut.rows * (form.sums + 2)
     walk = Walk(sequence.forward_kernel, form, cut, words, arguments)
@@ -183,7 +184,7 @@ def _awaited(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 def _scales(matrix: Matrix, h: Given, extras: Extras) -> dict[str, Any]:
     """What scaled float16 factors were or are to be scaled by."""
-    bound = reach(matrix, h, extras.drop)
+    bound = reach(matrix, (h, extras.reset_h), extras.drop)
     most = matrix.values if matrix.most is None else matrix.most
     return {"most": most, "reach": most if bound is None else bound, "HAS_REACH": bound is not None}
 
@@ -192,7 +193,6 @@ def backward(
     form: Form,
     x: Tensor,
     matrix: Matrix,
-    h: Given,
     gain: Given,
     bias: Given,
     gain_cell: Given,
@@ -205,21 +205,21 @@ def backward(
     train_matrix: bool = True,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Gradients by name: x, weight (if it is trained), h, c, gain, bias, gain_cell, bias_cell.
+    """Gradients by name: x, weight (if it is trained), h, c, reset_h, reset_c, gain, bias, gain_cell, bias_cell.
 
     ``weight`` is to be called, after the last use of that of x, whose memory it takes. ``overwrite``: x's own memory
     may become its gradient's.
     """
     hist, _, xhat, stats = kept
     small = gain, bias, gain_cell, bias_cell
-    walk, found = backward_walk(form, x, matrix, h, small, extras, kept, d_out, d_h, d_c, overwrite)
+    walk, found = backward_walk(form, x, matrix, small, extras, kept, d_out, d_h, d_c, overwrite)
     walk.go()
     del walk  # and what only the steps needed
     return gradients(form, matrix.dtype, small, extras, hist, xhat, stats, found, train_matrix)
 
 
 class Found(NamedTuple):
-    """What a walk backwards leaves: gradients to x, to the normalised product, to the first state, and shares."""
+    """What a walk backwards leaves: gradients to x, to the normalised product, to the states, and shares."""
 
     d_x: Tensor
     d_y: Tensor
@@ -231,7 +231,7 @@ class Found(NamedTuple):
 
 
 def backward_walk(
-    form: Form, x: Tensor, matrix: Matrix, h: Given, small: Small, extras: Extras, kept: tuple[Tensor, ...],
+    form: Form, x: Tensor, matrix: Matrix, small: Small, extras: Extras, kept: tuple[Tensor, ...],
     d_out: Given, d_h: Given, d_c: Given, overwrite: bool, at_once: int = 1,
 ) -> tuple[Walk, Found]:  # fmt: skip
     """The way back, still to be walked, and where it will leave what it finds."""
@@ -244,8 +244,8 @@ def backward_walk(
     # A program reads its part of x at step t before it writes the gradients there, which it makes of it.
     d_x = x if overwrite and x.dtype == xhat.dtype else torch.empty_like(xhat)
     d_y = torch.empty_like(xhat) if form.cell == "GRU" else d_x
-    firsts = (2 if form.cell == "LSTM" else 1) * (2 if stacked and extras.resets is not None else 1)
-    d_first = x.new_empty(*stacked, firsts, batch, hidden, dtype=torch.float32)
+    states = (2 if form.cell == "LSTM" else 1) * (1 if extras.resets is None else 2)
+    d_first = x.new_empty(*stacked, states, batch, hidden, dtype=torch.float32)
     # Filled, because a thread whose first work is cuBLAS's is warned that it has no CUDA context: autograd's threads.
     shares = x.new_zeros(*stacked, -(-batch // cut.rows), 2 * (form.gates + 1) * hidden, dtype=torch.float32)
     whole = weight.dtype == torch.float32 and precision(weight.dtype) != "tf32"  # a share is a word then
@@ -255,7 +255,7 @@ def backward_walk(
         "xhat": xhat, "stats": stats, "q": _projections(form, xhat, weight) if defer else weight,
         "most": weight if matrix.most is None else matrix.most,
         **_incoming(x, d_out, d_h, d_c), "d_x": d_x, "d_y": d_y, "d_first": d_first, "shares": shares, "DEFER": defer,
-        **_shared(x, h, *small), **extras.arguments(weight),
+        **_shared(x, *small), **extras.arguments(weight, batch),
         "PC": max(1, min(power(cut.members), 1024 * cut.warps // size)),
     }  # fmt: skip
     words = 2 * cut.members * (cut.rows * (form.sums + 2) + cut.members * size)
@@ -283,21 +283,21 @@ def gradients(
 
 
 def gradients_of_small(form: Form, small: Small, hidden: int, found: Found) -> dict[str, Any]:
-    """Those of gains, biases and the first state."""
+    """Those of gains, biases, the first state and the state after a reset."""
     kinds = {t.dtype for t in small if t is not None}
     kind = kinds.pop() if len(kinds) == 1 else torch.float32
     named: dict[str, Any] = {**_added_up(form, hidden, found.shares, small[1] is not None, kind)}
-    named.update(zip("hc" if form.cell == "LSTM" else "h", found.d_first.unbind()))
+    states = ("h", "c", "reset_h", "reset_c") if form.cell == "LSTM" else ("h", "reset_h")
+    named.update(zip(states, found.d_first.unbind()))
     return named
 
 
-def _shared(x: Tensor, h: Given, gain: Given, bias: Given, gain_cell: Given, bias_cell: Given) -> dict[str, Any]:
+def _shared(x: Tensor, gain: Given, bias: Given, gain_cell: Given, bias_cell: Given) -> dict[str, Any]:
     """What both kernels read; x stands for what there is not."""
     return {
-        "x": x, "h_first": x if h is None else h, "gain": x if gain is None else gain,
-        "bias": x if bias is None else bias, "gain_cell": x if gain_cell is None else gain_cell,
-        "bias_cell": x if bias_cell is None else bias_cell, "HAS_H": h is not None, "HAS_BIAS": bias is not None,
-        "HAS_BIAS_CELL": bias_cell is not None,
+        "x": x, "gain": x if gain is None else gain, "bias": x if bias is None else bias,
+        "gain_cell": x if gain_cell is None else gain_cell, "bias_cell": x if bias_cell is None else bias_cell,
+        "HAS_BIAS": bias is not None, "HAS_BIAS_CELL": bias_cell is not None,
     }  # fmt: skip
 
 
@@ -348,7 +348,8 @@ def operands(hist: Tensor, extras: Extras) -> Tensor:
     """h' as the products saw it, [T, B, H]."""
     before = hist[:-1]
     if extras.resets is not None:
-        before = torch.where(extras.resets.unsqueeze(-1), hist[0], before)
+        reset_h = torch.zeros_like(hist[0]) if extras.reset_h is None else extras.reset_h.to(hist.dtype)
+        before = torch.where(extras.resets.unsqueeze(-1), reset_h, before)
     return before if extras.drop is None else (before * extras.drop).to(before.dtype)
 
 

@@ -8,7 +8,7 @@ float32 sums are what they were: errors are TF32's, memory and time are float16'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,16 +53,18 @@ def halves(dtype: torch.dtype, nonlinearity: str) -> bool:
     return dtype == torch.float32 and nonlinearity != "relu" and tf32_wanted()
 
 
-def reach(matrix: Matrix, h: Tensor | None, drop: Tensor | None) -> Tensor | None:
+def reach(matrix: Matrix, states: Sequence[Tensor | None], drop: Tensor | None) -> Tensor | None:
     """A bound of each row's h as products see it, [B], where factors are scaled and the bound may not be 1.
 
-    No h is larger than 1 or the first one: every cell's new h is at most 1, or lies between such an h and the old one.
+    No h is larger than 1 or the given ``states``, the first h and that after a reset: every cell's new h is at most 1,
+    or lies between such an h and the old one.
     """
-    if matrix.most is None or (h is None and drop is None):
+    given = [h for h in states if h is not None]
+    if matrix.most is None or (not given and drop is None):
         return None
     bound = torch.ones(1, device=matrix.values.device)
-    if h is not None:
-        bound = torch.linalg.vector_norm(h, torch.inf, -1, dtype=torch.float32).clamp(min=1)
+    for h in given:
+        bound = torch.maximum(bound, torch.linalg.vector_norm(h, torch.inf, -1, dtype=torch.float32))
     if drop is not None:
         bound = bound * torch.linalg.vector_norm(drop, torch.inf, -1, dtype=torch.float32)
     return bound.contiguous()

@@ -2,8 +2,7 @@
 
 Backward walks through the sequence a part at a time, from the last to the first: the part's forward pass once more,
 from the state that was kept at its beginning, then its backward pass. What a pass needs besides inputs and outputs is
-then there for one part only. A sequence that starts anew on the way goes back to its very first state, which the parts
-do not have: it is one part.
+then there for one part only.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ FEW = 1024  # rows, steps times cases, that are not worth parts
 MOST = 4096  # rows of a part
 
 
-def parts(steps: int, batch: int, resets: Given) -> list[tuple[int, int]]:
+def parts(steps: int, batch: int) -> list[tuple[int, int]]:
     """First step and end of each part."""
     rows = steps * batch
-    count = 1 if rows <= FEW or resets is not None else min(steps, max(PARTS, -(-rows // MOST)))
+    count = 1 if rows <= FEW else min(steps, max(PARTS, -(-rows // MOST)))
     each = -(-steps // count)
     return [(begin, min(begin + each, steps)) for begin in range(0, steps, each)]
 
@@ -36,7 +35,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors) -> l
     """hist, the final h and c, and c at the beginning of each part but the first, [parts - 1, B, H]."""
     hist, h_n, c_n, *others = walk.forward(setting, path, tensors, extras, walk.STATES)
     steps, batch = there(tensors[0]).shape[:2]
-    begins = [begin for begin, _ in parts(steps, batch, extras[1])[1:]]
+    begins = [begin for begin, _ in parts(steps, batch)[1:]]
     kept = others[0 if path == "cpu" else walk.C_HIST]
     lstm = setting.cell == "LSTM"
     found = kept[begins] if lstm and begins else kept.new_empty(0, *hist.shape[1:])
@@ -63,7 +62,7 @@ def backward(
             found = walk.backward(setting, path, some, others, _taken_from(made), arriving, needed)
         return total.add(found, begin, end)
 
-    for number, (begin, end) in reversed([*enumerate(parts(x.shape[0], x.shape[1], extras[1]))]):
+    for number, (begin, end) in reversed([*enumerate(parts(x.shape[0], x.shape[1]))]):
         d_h, d_c = walk_part(number, begin, end)
     return total.result(d_h, d_c, tensors)
 

@@ -177,13 +177,13 @@ def _moments(words, c, own, one, member, number, H: tl.constexpr, P: tl.constexp
 
 
 @triton.jit
-def _operand(h, initial, drop, restart, rows, row_ok, k, H: tl.constexpr, HAS_RESETS: tl.constexpr,
+def _operand(h, reset_h, drop, restart, rows, row_ok, k, H: tl.constexpr, HAS_RESETS: tl.constexpr,
              HAS_DROP: tl.constexpr):  # fmt: skip
-    """h' for the product, [BM, K], from h as it has come; ``initial`` is the first h, which all have seen."""
+    """h' for the product, [BM, K], from h as it has come, or ``reset_h`` where a row restarts."""
     ok = row_ok[:, None] & (k < H)[None, :]
     at = rows[:, None] * H + k[None, :]
     if HAS_RESETS:
-        h = tl.where(restart[:, None], tl.load(initial + at, mask=ok, other=0.0, cache_modifier=".cg"), h)
+        h = tl.where(restart[:, None], tl.load(reset_h + at, mask=ok, other=0.0).to(h.dtype), h)
     if HAS_DROP:
         h = (h * tl.load(drop + at, mask=ok, other=0.0)).to(h.dtype)
     return h
@@ -199,6 +199,7 @@ def forward_kernel(
     most, reach,  # [1], [B]: bounds of the weights' and of h's absolute values; that of h is 1 without reach
     exchange,  # words, all 0 at first: of sums [2, groups, P, NS*BM], of moments [2, groups, P, 2*BM]
     lengths, resets, keep_h, keep_c, drop,  # [B], [T, B], [T, B, H] or strides 0, [B, H]
+    reset_h, reset_c,  # [B, H]: the state after a reset
     keep_h_t, keep_h_b, keep_h_u, keep_c_t, keep_c_b, keep_c_u, keep_h_s, keep_c_s,  # strides; of sides the last
     T, B, groups, first, eps,  # groups of a side; first: the tile of rows that this launch's first group serves
     sides, place, place_step, begin, lag, span,  # see above
@@ -251,6 +252,7 @@ def forward_kernel(
         h_last, c_last, drop = h_last + at_side * step_units, c_last + at_side * step_units, drop + at_side * step_units
         most, reach = most + at_side, reach + at_side * B
         lengths, resets = lengths + at_side * B, resets + at_side * T * B
+        reset_h, reset_c = reset_h + at_side * step_units, reset_c + at_side * step_units
         keep_h, keep_c = keep_h + at_side * keep_h_s, keep_c + at_side * keep_c_s
 
     # Row r of this member's weights is gate r // BU of unit r % BU.
@@ -281,7 +283,10 @@ def forward_kernel(
         h = tl.load(h_first + at, mask=own, other=0.0).to(tl.float32)
     if HAS_C:
         c = tl.load(c_first + at, mask=own, other=0.0).to(tl.float32)
-    h_start, c_start = h, c
+    if HAS_RESETS:
+        new_h = tl.load(reset_h + at, mask=own, other=0.0).to(tl.float32)
+        if CELL == LSTM:
+            new_c = tl.load(reset_c + at, mask=own, other=0.0).to(tl.float32)
     first_part = own
     if STACKED:
         first_part = own & (start == 0)
@@ -308,8 +313,9 @@ def forward_kernel(
         restart = row_ok
         if HAS_RESETS:
             restart = tl.load(resets + t * B + rows, mask=row_ok, other=0) != 0
-            h = tl.where(restart[None, :], h_start, h)
-            c = tl.where(restart[None, :], c_start, c)
+            h = tl.where(restart[None, :], new_h, h)
+            if CELL == LSTM:
+                c = tl.where(restart[None, :], new_c, c)
 
         # The product.
         hist_t = hist + t * step_units
@@ -318,10 +324,7 @@ def forward_kernel(
             tl.debug_barrier()  # what other threads of this program have stored is there
         come = come_states(hist_t, seen_rows, H - 1, H, K, NK, H // K, SOLO, SPIN, WARPS)
         for part in tl.static_range(NK):
-            # At step 0 what has come is the first h: it is not to be read beside those who write it.
-            old = _operand(
-                come[part], hist, drop, restart & (t > 0), rows, row_ok, part * K + k, H, HAS_RESETS, HAS_DROP
-            )
+            old = _operand(come[part], reset_h, drop, restart, rows, row_ok, part * K + k, H, HAS_RESETS, HAS_DROP)
             old = old * up[:, None] if HALF else old
             old = _as_operand(old, weight.dtype.element_ty, PRECISION)
             if NARROW and part > 0:
@@ -415,7 +418,7 @@ def forward_kernel(
 
 @triton.jit
 def _recalled(
-    t, x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias, h_start, c_start, at, at_gates,
+    t, x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias, new_h, new_c, at, at_gates,
     own, own_gates, rows, row_ok, B, step_gates, step_units,
     CELL: tl.constexpr, SITE: tl.constexpr, CELL_NORM: tl.constexpr, RAW_C: tl.constexpr, RELU: tl.constexpr,
     HAS_RESETS: tl.constexpr, HAS_D_OUT: tl.constexpr, GP: tl.constexpr, NS: tl.constexpr, NSTAT: tl.constexpr,
@@ -448,7 +451,7 @@ def _recalled(
     if CELL == LSTM:
         c_old = tl.load(c_hist + t * step_units + at, mask=own, other=0.0)
         if HAS_RESETS:
-            c_old = tl.where(restart[None, :], c_start, c_old)
+            c_old = tl.where(restart[None, :], new_c, c_old)
         if SITE != ON_SUM:
             y3 += x3
         i, f, g, o = _split(y3, GP, BU, BM)
@@ -484,7 +487,7 @@ def _recalled(
     else:
         h_old = tl.load(hist + t * step_units + at, mask=own, other=0.0).to(tl.float32)
         if HAS_RESETS:
-            h_old = tl.where(restart[None, :], h_start, h_old)
+            h_old = tl.where(restart[None, :], new_h, h_old)
         h_r, h_z, h_n, _ = _split(y3, GP, BU, BM)
         if CELL == GRU:
             x_r, x_z, x_n, _ = _split(x3, GP, BU, BM)
@@ -574,20 +577,20 @@ def _leave(at, value, ok, more, STACKED: tl.constexpr):
 @triton.jit(do_not_specialize=COUNTS)
 def backward_kernel(
     x, weight, gain, bias, gain_cell, bias_cell,  # as forward has them
-    h_first, hist, c_hist, xhat, stats,
+    hist, c_hist, xhat, stats,
     q,  # [groups of gates, T, B, H]
     d_out, d_h, d_c,  # [T, B, H], [B, H], [B, H]
     d_x, d_y,  # [T, B, G*H]: to x and to the normalised product; one tensor where they are alike
-    d_first,  # [2, B, H]: to the first h and c; stacked and with restarts [4, B, H], those of the restarts last
+    d_first,  # [2, B, H]: to the first h and c; with resets [4, B, H], those of the state after a reset last
     most,  # [1]: a bound of the weights' absolute values
     shares,  # [tiles, 2*G*H + 2*H]: of the gradients of bias, gain, bias_cell and gain_cell
     exchange,  # all 0 at first: words [2, groups, P, 2*BM] and [2, groups, P, NS*BM], shares [2, groups, P, P, BU*BM]
-    lengths, resets, keep_h, keep_c, drop,
+    lengths, resets, keep_h, keep_c, drop, reset_h, reset_c,
     keep_h_t, keep_h_b, keep_h_u, keep_c_t, keep_c_b, keep_c_u, keep_h_s, keep_c_s,
     T, B, groups, first, eps,  # groups of a side; first: the tile of rows that this launch's first group serves
     sides, place, place_step, begin, lag, span,
     CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
-    RELU: tl.constexpr, STD: tl.constexpr, HAS_H: tl.constexpr, HAS_D_OUT: tl.constexpr, HAS_D_H: tl.constexpr,
+    RELU: tl.constexpr, STD: tl.constexpr, HAS_D_OUT: tl.constexpr, HAS_D_H: tl.constexpr,
     HAS_D_C: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BIAS_CELL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_RESETS: tl.constexpr, HAS_KEEP_H: tl.constexpr, HAS_KEEP_C: tl.constexpr, HAS_DROP: tl.constexpr,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr,
@@ -616,7 +619,7 @@ def backward_kernel(
     TILE: tl.constexpr = BU * BM if WIDE else BU * BM // 2  # 64 bits each
     all_groups, seat = groups, group
     start, end = 0, T
-    FIRSTS: tl.constexpr = (2 if CELL == LSTM else 1) * (2 if HAS_RESETS else 1)  # of tensors that are stacked
+    FIRSTS: tl.constexpr = (2 if CELL == LSTM else 1) * (2 if HAS_RESETS else 1)
     if STACKED:
         start = begin - (group // groups) * lag
         end = tl.minimum(start + span, T)
@@ -633,7 +636,8 @@ def backward_kernel(
         hist, c_hist = hist + at_side * (T + 1) * step_units, c_hist + at_side * (T + 1) * step_units
         weight, gain, bias = weight + at_side * G * H * H, gain + at_side * G * H, bias + at_side * G * H
         gain_cell, bias_cell = gain_cell + at_side * H, bias_cell + at_side * H
-        h_first, d_h, d_c = h_first + at_side * step_units, d_h + at_side * step_units, d_c + at_side * step_units
+        d_h, d_c = d_h + at_side * step_units, d_c + at_side * step_units
+        reset_h, reset_c = reset_h + at_side * step_units, reset_c + at_side * step_units
         d_out, q = d_out + at_side * T * step_units, q + at_side * NQ * T * step_units
         d_x, d_y = d_x + at_side * T * step_gates, d_y + at_side * T * step_gates
         d_first += at_side * FIRSTS * step_units
@@ -668,15 +672,15 @@ def backward_kernel(
             own_bias = tl.load(bias_cell + units, mask=unit_ok, other=0.0).to(tl.float32)[:, None]
     if HAS_LENGTHS:
         length = tl.load(lengths + rows, mask=row_ok, other=0)
-    h_start, c_start, dc = zero, zero, zero
-    if HAS_RESETS & HAS_H:
-        h_start = tl.load(h_first + at, mask=own, other=0.0).to(tl.float32)
+    new_h, new_c, dc = zero, zero, zero
+    if HAS_RESETS:
+        new_h = tl.load(reset_h + at, mask=own, other=0.0).to(tl.float32)
     if CELL == LSTM:
         if HAS_RESETS:
-            c_start = tl.load(c_hist + at, mask=own, other=0.0)
+            new_c = tl.load(reset_c + at, mask=own, other=0.0).to(tl.float32)
         if HAS_D_C:
             dc = tl.load(d_c + at, mask=own, other=0.0).to(tl.float32)
-    dh, dh_first, dc_first, sum_gain_cell, sum_bias_cell = zero, zero, zero, zero, zero
+    dh, d_new_h, d_new_c, sum_gain_cell, sum_bias_cell = zero, zero, zero, zero, zero
     if HAS_D_H:
         dh = tl.load(d_h + at, mask=own, other=0.0).to(tl.float32)
     if STACKED:  # what the part behind has left
@@ -685,12 +689,12 @@ def backward_kernel(
         if CELL == LSTM:
             dc = tl.where(end < T, tl.load(d_first + step_units + at, mask=goes_on, other=0.0), dc)
         if HAS_RESETS:
-            dh_first = tl.load(d_first + (FIRSTS // 2) * step_units + at, mask=goes_on, other=0.0)
+            d_new_h = tl.load(d_first + (FIRSTS // 2) * step_units + at, mask=goes_on, other=0.0)
             if CELL == LSTM:
-                dc_first = tl.load(d_first + 3 * step_units + at, mask=goes_on, other=0.0)
+                d_new_c = tl.load(d_first + 3 * step_units + at, mask=goes_on, other=0.0)
     sum_gain, sum_bias = tl.zeros((GP, BU, BM), tl.float32), tl.zeros((GP, BU, BM), tl.float32)
     a0, a1, a2, a3, a4, a5, a6, normed, inverse, rstd, dh_here, restart = _recalled(
-        end - 1, x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias, h_start, c_start, at,
+        end - 1, x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias, new_h, new_c, at,
         at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units, CELL, SITE, CELL_NORM, RAW_C, RELU,
         HAS_RESETS, HAS_D_OUT, GP, NS, NSTAT, BU, BM)  # fmt: skip
 
@@ -792,7 +796,7 @@ def backward_kernel(
         restarts = restart
         a0, a1, a2, a3, a4, a5, a6, normed, inverse, rstd, dh_here, restart = _recalled(
             tl.maximum(t - 1, start), x, xhat, stats, hist, c_hist, d_out, resets, gain3, bias3, own_gain, own_bias,
-            h_start, c_start, at, at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units, CELL, SITE, CELL_NORM,
+            new_h, new_c, at, at_gates, own, own_gates, rows, row_ok, B, step_gates, step_units, CELL, SITE, CELL_NORM,
             RAW_C, RELU, HAS_RESETS, HAS_D_OUT, GP, NS, NSTAT, BU, BM)  # fmt: skip
         if SOLO:
             tl.debug_barrier()  # what other threads of this program have stored is there
@@ -801,20 +805,18 @@ def backward_kernel(
                        HAS_DROP, NS, NQ, BU, BM, P2, PC, WIDE, SPIN, WARPS)  # fmt: skip
         dh += direct
         if HAS_RESETS:
-            dh_first += tl.where(restarts[None, :], dh, 0.0)
-            dc_first += tl.where(restarts[None, :], dc, 0.0)
+            d_new_h += tl.where(restarts[None, :], dh, 0.0)
+            d_new_c += tl.where(restarts[None, :], dc, 0.0)
             dh = tl.where(restarts[None, :], 0.0, dh)
             dc = tl.where(restarts[None, :], 0.0, dc)
 
-    if STACKED & HAS_RESETS:
-        tl.store(d_first + (FIRSTS // 2) * step_units + at, dh_first, mask=own)
-        dh_first = tl.where(start == 0, dh_first, 0.0)
+    if HAS_RESETS:
+        tl.store(d_first + (FIRSTS // 2) * step_units + at, d_new_h, mask=own)
         if CELL == LSTM:
-            tl.store(d_first + 3 * step_units + at, dc_first, mask=own)
-            dc_first = tl.where(start == 0, dc_first, 0.0)
-    tl.store(d_first + at, dh + dh_first, mask=own)
+            tl.store(d_first + 3 * step_units + at, d_new_c, mask=own)
+    tl.store(d_first + at, dh, mask=own)
     if CELL == LSTM:
-        tl.store(d_first + step_units + at, dc + dc_first, mask=own)
+        tl.store(d_first + step_units + at, dc, mask=own)
     shares += tile * (2 * G * H + 2 * H)
     at_sums = gates[:, None] * H + units[None, :]
     sums_ok = (gates < G)[:, None] & unit_ok[None, :]

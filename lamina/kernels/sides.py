@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import launch, rows, walk
 from .forms import Extras, Setting, form_of, kept_dtype
-from .given import COUNT, EXTRAS, Given, Tensors, there
+from .given import COUNT, EXTRAS, STEP, Given, Tensors, there
 from .launch import Part, Small
 from .precision import Matrix, Product, as_cudnn_multiplies
 
@@ -33,8 +33,10 @@ def stacked(tensors: Sequence[Given]) -> Given:
     return torch.stack(there_are)
 
 
-def extras_of(extras: Tensors) -> Extras:
-    return Extras(*map(stacked, zip(*of_each(extras, len(EXTRAS)))))
+def extras_of(each: Sequence[Sequence[Given]], extras: Tensors) -> Extras:
+    """What acts on all sides, stacked; ``each``: the tensors of each side."""
+    acting = [[*own, *tensors[STEP:]] for own, tensors in zip(of_each(extras, len(EXTRAS)), each)]
+    return Extras(*map(stacked, zip(*acting)))
 
 
 def output(hist: Tensor) -> Tensor:
@@ -52,7 +54,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     h, c = (stacked([t[at] for t in each]) for at in (1, 2))
     small = small_of([walk.inner(form, t) for t in each])
     walking, found = launch.forward_walk(
-        form, prepared, matrix, h, c, small, extras_of(extras), keep in walk.WHOLE, len(each)
+        form, prepared, matrix, h, c, small, extras_of(each, extras), keep in walk.WHOLE, len(each)
     )
     walking.go(Part(len(each), prepared.shape[1]))
     hist, h_n, c_n, *kept = found
@@ -127,8 +129,8 @@ def backward(
     d_out, d_h, d_c = (None if g is None else g.contiguous() for g in grads)
     inner = [walk.inner(form, t) for t in each]
     walking, found = launch.backward_walk(
-        form, prepared, matrix, stacked([t[1] for t in each]), small_of(inner), extras_of(extras), (hist, *rest), d_out,
-        d_h, d_c, anew or once, len(each),
+        form, prepared, matrix, small_of(inner), extras_of(each, extras), (hist, *rest), d_out, d_h, d_c, anew or once,
+        len(each),
     )  # fmt: skip
     walking.go(Part(len(each), prepared.shape[1]))
     del walking, prepared  # and what only the steps needed
@@ -136,8 +138,8 @@ def backward(
     for side, (own, own_extras) in enumerate(zip(each, of_each(extras, len(EXTRAS)))):
         need = [bool(n) for n in wanted[side]]
         named = launch.gradients(
-            form, hist.dtype, inner[side], Extras(*own_extras), hist[side], rest[1][side], rest[2][side],
-            found.at(side), need[4],
+            form, hist.dtype, inner[side], Extras(*own_extras, *own[STEP:]), hist[side], rest[1][side],
+            rest[2][side], found.at(side), need[4],
         )  # fmt: skip
         gradients += walk.outer_gradients(setting, own, named, _at(summed, side), statistics[side], need, once)
     return gradients

@@ -148,6 +148,7 @@ def _row_scale(reach, b):
 @triton.jit
 def begin_kernel(
     h, c, drop,  # [B, H] of any dtype; None is 0
+    resets, reset_h,  # [T, B], [B, H] float32
     most, reach,  # of scaled factors, as forward has them
     hist, c_hist, carried, operand,
     H: tl.constexpr, BLOCK: tl.constexpr,
@@ -166,6 +167,10 @@ def begin_kernel(
         tl.store(c_hist + row + j, start_c, mask=ok)
     if carried is not None:
         tl.store(carried + row + j, start_h, mask=ok)
+    if resets is not None:
+        restarts = tl.load(resets + tl.program_id(0)) != 0
+        new_h = tl.load(reset_h + row + j, mask=ok & restarts, other=0.0).to(hist.dtype.element_ty)
+        rounded = tl.where(restarts, new_h, rounded)
     if drop is not None:
         rounded = (rounded.to(tl.float32) * tl.load(drop + row + j, mask=ok, other=0.0)).to(hist.dtype.element_ty)
     if most is not None:
@@ -185,6 +190,7 @@ def forward_kernel(
     stats,  # [T, B, G+1]: for backward, 1/deviation of each gate's group and of the cell's norm
     gain, bias, gain_cell, bias_cell,  # [G*H], [G*H], [H], [H]
     lengths, resets, keep_h, keep_c, drop,  # [B], [T, B], [T, B, H] or one number, twice, [B, H]
+    reset_h, reset_c,  # [B, H] float32: the state after a reset
     most, reach,  # [1], [B], where factors are scaled float16: bounds of the weights and of each row's h
     y,  # [SHARES, B, G*H]: W~ h', to be added up
     operand,  # [B, H]: h' of the next product; None where that finds it in hist
@@ -210,8 +216,10 @@ def forward_kernel(
     keep_h = _there(keep_h, table, 13) if keep_h is not None else None
     keep_c = _there(keep_c, table, 14) if keep_c is not None else None
     drop = _there(drop, table, 15) if drop is not None else None
-    most = _there(most, table, 16) if most is not None else None
-    reach = _there(reach, table, 17) if reach is not None else None
+    reset_h = _there(reset_h, table, 16) if reset_h is not None else None
+    reset_c = _there(reset_c, table, 17) if reset_c is not None else None
+    most = _there(most, table, 18) if most is not None else None
+    reach = _there(reach, table, 19) if reach is not None else None
     units, there = parts_of(H, BLOCK, REST)
     QUICK: tl.constexpr = quick_enough(hist.dtype.element_ty)
     PARTS: tl.constexpr = 2 if REST else 1
@@ -220,9 +228,9 @@ def forward_kernel(
     KEPT: tl.constexpr = (G + 1) * H if CELL_NORM else G * H
 
     # Everything is fetched before the first sum makes the threads wait for each other.
-    source = wide(t)  # the entry of the histories that this step starts from
+    before = wide(t) * plane + row  # where the histories have the state before this step
     if resets is not None:
-        source = tl.where(tl.load(resets + step) != 0, 0, source)
+        restarted = tl.load(resets + step) != 0
     fetched = ()
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
@@ -230,9 +238,14 @@ def forward_kernel(
         parameters, drops = 0, 0
         inputs = load_gates(x + step * (G * H), j, ok, H, G, STREAMED)
         if CELL == LSTM:
-            c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0, eviction_policy=STREAMED)
+            c_old = tl.load(c_hist + before + j, mask=ok, other=0.0, eviction_policy=STREAMED)
         if carried is not None:
-            h_old = tl.load(carried + tl.where(source > 0, plane, 0) + row + j, mask=ok, other=0.0)
+            h_old = tl.load(carried + tl.where(t > 0, plane, 0) + row + j, mask=ok, other=0.0)
+        if resets is not None:
+            if CELL == LSTM:
+                c_old = tl.where(restarted, tl.load(reset_c + row + j, mask=ok & restarted, other=0.0), c_old)
+            if carried is not None:
+                h_old = tl.where(restarted, tl.load(reset_h + row + j, mask=ok & restarted, other=0.0), h_old)
         if gain is not None:
             gains = load_gates(gain, j, ok, H, G)
         if bias is not None:
@@ -279,10 +292,10 @@ def forward_kernel(
     needed = ()
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
-        h_first = 0
+        new_h = 0
         if resets is not None:
-            h_first = tl.load(hist + row + j, mask=ok & restarts, other=0.0)
-        needed = needed + (h_first,)
+            new_h = tl.load(reset_h + row + j, mask=ok & restarts, other=0.0).to(hist.dtype.element_ty)
+        needed = needed + (new_h,)
     cells, lets_out = (), ()
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
@@ -345,7 +358,7 @@ def forward_kernel(
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
         h, c = states[p]
-        h_first, drops = needed[p], fetched[p][8]
+        new_h, drops = needed[p], fetched[p][8]
         last = ok & (t + 1 == T)
         rounded = h.to(hist.dtype.element_ty)
         tl.store(hist + after + j, rounded, mask=ok)
@@ -357,7 +370,7 @@ def forward_kernel(
             tl.store(carried + plane + row + j, h, mask=ok)
         if operand is not None:
             if resets is not None:
-                h = tl.where(restarts, h_first.to(tl.float32), h)
+                h = tl.where(restarts, new_h.to(tl.float32), h)
             if drop is not None:
                 h *= drops.to(tl.float32)
             if most is not None:
@@ -376,14 +389,14 @@ def backward_kernel(
     d_h_n, d_c_n,  # [B, H]
     d_raw, d_x, d_y,  # [T, B, G*H]: to W~ h', to x, to the normalised product; None where another is the same
     d_cell,  # [T, B, H]: to the cell's norm, gain and bias included
-    lengths, resets, keep_h, keep_c, drop,
+    lengths, resets, keep_h, keep_c, drop, reset_h, reset_c,
     most,  # as forward has it
     d_now,  # [B, G*H]: this step's part of d_raw; None where the product finds it there
     d_h,  # [SHARES, B, H]: W~' d_raw of the step after, to be added up
     scale,  # [B], where factors are scaled float16: what d_h is to be multiplied by
     direct,  # [B, H] float32: what reaches the old h past the product
     d_c,  # [B, H] float32
-    first,  # [2, B, H] float32: what restarted rows sent to the initial h and c
+    d_reset,  # [2, B, H] float32: gradients to h and c after a reset
     CELL: tl.constexpr, SITE: tl.constexpr, SPLIT: tl.constexpr, CELL_NORM: tl.constexpr, CARRY: tl.constexpr,
     RELU: tl.constexpr, STD: tl.constexpr, RATE_H: tl.constexpr, RATE_C: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, SHARES: tl.constexpr,
@@ -411,7 +424,9 @@ def backward_kernel(
     keep_h = _there(keep_h, table, 18) if keep_h is not None else None
     keep_c = _there(keep_c, table, 19) if keep_c is not None else None
     drop = _there(drop, table, 20) if drop is not None else None
-    most = _there(most, table, 21) if most is not None else None
+    reset_h = _there(reset_h, table, 21) if reset_h is not None else None
+    reset_c = _there(reset_c, table, 22) if reset_c is not None else None
+    most = _there(most, table, 23) if most is not None else None
     units, there = parts_of(H, BLOCK, REST)
     QUICK: tl.constexpr = quick_enough(hist.dtype.element_ty)
     PARTS: tl.constexpr = 2 if REST else 1
@@ -422,9 +437,9 @@ def backward_kernel(
     AGAIN: tl.constexpr = (CELL == LSTM) & (BLOCK > 2048)  # what is needed late is fetched again: registers are few
 
     # Everything is fetched before the first sum makes the threads wait for each other.
-    source = wide(t)
+    before = wide(t) * plane + row
     if resets is not None:
-        source = tl.where(tl.load(resets + step) != 0, 0, source)
+        restarts = tl.load(resets + step) != 0
     fetched = ()
     for p in tl.static_range(PARTS):
         j, ok = units[p], there[p]
@@ -433,9 +448,13 @@ def backward_kernel(
         if SITE != ON_SUM:
             inputs = load_gates(x + step * (G * H), j, ok, H, G, STREAMED)
         if CELL == LSTM:
-            c_old = tl.load(c_hist + source * plane + row + j, mask=ok, other=0.0, eviction_policy=STREAMED)
+            c_old = tl.load(c_hist + before + j, mask=ok, other=0.0, eviction_policy=STREAMED)
+            if resets is not None:
+                c_old = tl.where(restarts, tl.load(reset_c + row + j, mask=ok & restarts, other=0.0), c_old)
         if (CELL != LSTM) & (CELL != RNN):
-            h_old = tl.load(hist + source * plane + row + j, mask=ok, other=0.0).to(tl.float32)
+            h_old = tl.load(hist + before + j, mask=ok, other=0.0).to(tl.float32)
+            if resets is not None:
+                h_old = tl.where(restarts, tl.load(reset_h + row + j, mask=ok & restarts, other=0.0), h_old)
         if CELL_NORM:
             centred = tl.load(xhat + step * KEPT + G * H + j, mask=ok, other=0.0, eviction_policy=STREAMED)
             parameters = load_cell(gain_cell, bias_cell, j, ok)
@@ -485,12 +504,12 @@ def backward_kernel(
             dh += past_it
         if resets is not None:
             gone = ok & restarted
-            sent = tl.load(first + row + j, mask=gone, other=0.0) + dh
-            tl.store(first + row + j, tl.where(gone, sent, 0.0), mask=gone | last)
+            sent = tl.load(d_reset + row + j, mask=gone, other=0.0) + dh
+            tl.store(d_reset + row + j, tl.where(gone, sent, 0.0), mask=gone | last)
             dh = tl.where(restarted, 0.0, dh)
             if CELL == LSTM:
-                sent = tl.load(first + plane + row + j, mask=gone, other=0.0) + dc
-                tl.store(first + plane + row + j, tl.where(gone, sent, 0.0), mask=gone | last)
+                sent = tl.load(d_reset + plane + row + j, mask=gone, other=0.0) + dc
+                tl.store(d_reset + plane + row + j, tl.where(gone, sent, 0.0), mask=gone | last)
                 dc = tl.where(restarted, 0.0, dc)
         if d_out is not None:
             dh += from_out.to(tl.float32)
@@ -637,11 +656,11 @@ def backward_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def end_kernel(
-    d_h, scale, direct, d_c, first, drop,  # as backward's steps left them
-    h_start, c_start,  # [B, H]
+    d_h, scale, direct, d_c, d_reset, drop, resets,  # as backward's steps left them
+    h_start, c_start, new_h, new_c,  # [B, H]
     B, H: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one row's initial state: what left the first step and what restarted rows sent."""
+    """Gradients of one row's initial state and of its state after a reset."""
     j = tl.arange(0, BLOCK)
     ok, row, plane = j < H, wide(tl.program_id(0)) * H, wide(B) * H
     dh = _added_up(_load_shares(d_h, row, plane, j, ok, SHARES))
@@ -651,13 +670,17 @@ def end_kernel(
         dh *= tl.load(drop + row + j, mask=ok, other=0.0).to(tl.float32)
     if direct is not None:
         dh += tl.load(direct + row + j, mask=ok, other=0.0)
-    if first is not None:
-        dh += tl.load(first + row + j, mask=ok, other=0.0)
+    if resets is not None:
+        restarts = tl.load(resets + tl.program_id(0)) != 0
+        tl.store(new_h + row + j, tl.load(d_reset + row + j, mask=ok, other=0.0) + tl.where(restarts, dh, 0.0), mask=ok)
+        dh = tl.where(restarts, 0.0, dh)
     tl.store(h_start + row + j, dh, mask=ok)
     if c_start is not None:
         dc = tl.load(d_c + row + j, mask=ok, other=0.0)
-        if first is not None:
-            dc += tl.load(first + plane + row + j, mask=ok, other=0.0)
+        if resets is not None:
+            sent = tl.load(d_reset + plane + row + j, mask=ok, other=0.0)
+            tl.store(new_c + row + j, sent + tl.where(restarts, dc, 0.0), mask=ok)
+            dc = tl.where(restarts, 0.0, dc)
         tl.store(c_start + row + j, dc, mask=ok)
 
 

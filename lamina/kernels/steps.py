@@ -101,7 +101,7 @@ def _is_rate(mask: Tensor | None) -> bool:
     return mask is not None and mask.dim() == 0
 
 
-def _masks(extras: Extras) -> Tensors:
+def _masks(extras: Extras, like: Tensor, batch: int) -> Tensors:
     """Kernel arguments, in the kernels' order; a mask that is one number expanded, as that number."""
 
     def plain(mask: Tensor | None) -> Tensor | None:
@@ -112,9 +112,11 @@ def _masks(extras: Extras) -> Tensors:
     def whole(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.contiguous()
 
+    states = dict(zip(("reset_h", "reset_c"), extras.reset_states(like, batch)))
     return {
         "lengths": whole(extras.lengths), "resets": whole(extras.resets), "keep_h": plain(extras.keep_h),
         "keep_c": plain(extras.keep_c), "drop": whole(extras.drop),
+        **{name: None if state is None else state.float().contiguous() for name, state in states.items()},
     }  # fmt: skip
 
 
@@ -180,7 +182,7 @@ def _backward_scratch(form: Form, weight: Tensor, batch: int, tensors: Tensors) 
         "scale": None if tensors["most"] is None else in_float32(batch),
         "direct": in_float32((batch, hidden)) if _needs_old_h(form, tensors) else None,
         "d_c": in_float32((batch, hidden)) if form.cell == "LSTM" else None,
-        "first": in_float32((2, batch, hidden)) if tensors["resets"] is not None else None,
+        "d_reset": in_float32((2, batch, hidden)) if tensors["resets"] is not None else None,
     }
 
 
@@ -329,15 +331,16 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """hist [T+1, B, H], the final h and c, c_hist, and with ``keep`` the normalised products and the statistics."""
     made = tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in shapes(form, x, matrix.dtype, keep))
-    weight, scales = matrix.values, {"most": matrix.most, "reach": reach(matrix, h, extras.drop)}
+    weight, scales = matrix.values, {"most": matrix.most, "reach": reach(matrix, (h, extras.reset_h), extras.drop)}
     hist, h_n, c_n, c_hist, xhat, stats = (*map(_some, made), None, None)[:6]
     tensors = {
         "x": x, "hist": hist, "c_hist": c_hist, "h_n": h_n, "c_n": c_n, "xhat": xhat, "stats": stats, "gain": gain,
-        "bias": bias, "gain_cell": gain_cell, "bias_cell": bias_cell, **_masks(extras), **scales,
+        "bias": bias, "gain_cell": gain_cell, "bias_cell": bias_cell,
+        **_masks(extras, weight, x.shape[1]), **scales,
     }  # fmt: skip
     around = {
-        "h": h, "c": c, "drop": tensors["drop"], "hist": hist, "c_hist": c_hist, "H": weight.shape[1],
-        "BLOCK": power(weight.shape[1]), **scales,
+        "h": h, "c": c, "hist": hist, "c_hist": c_hist, "H": weight.shape[1], "BLOCK": power(weight.shape[1]), **scales,
+        **{name: tensors[name] for name in ("drop", "resets", "reset_h")},
     }  # fmt: skip
 
     def begin(scratch: Tensors) -> None:
@@ -353,7 +356,6 @@ def backward(
     form: Form,
     x: Tensor,
     matrix: Matrix,
-    h: Tensor | None,
     gain: Tensor | None,
     bias: Tensor | None,
     gain_cell: Tensor | None,
@@ -367,26 +369,28 @@ def backward(
     overwrite: bool = False,
     place: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Gradients by name: x, weight (if it is trained), h, c, gain, bias (if there is one), gain_cell, bias_cell.
+    """Gradients by name: x, weight (if it is trained), the states, gain, bias (if there is one), gain_cell, bias_cell.
 
     ``weight`` is to be called, when W_h itself, which is as large, need not stay any longer. ``overwrite``: x's own
     memory may become its gradient's. ``place``: where the gradients of W~ h' may go.
     """
     hist, c_hist, xhat, stats = kept
     weight = matrix.values
-    sides, states = _gradient_sides(form, x, matrix.dtype, overwrite, place), _gradient_states(form, hist)
+    sides, states = _gradient_sides(form, x, matrix.dtype, overwrite, place), _gradient_states(form, hist, extras)
     tensors = {
         "x": x, "hist": hist, "c_hist": _some(c_hist), "xhat": xhat, "stats": _some(stats), "gain": gain, "bias": bias,
         "gain_cell": gain_cell, "bias_cell": bias_cell, "d_out": d_out, "d_h_n": d_h,
-        "d_c_n": d_c if form.cell == "LSTM" else None, **sides, **_masks(extras), "most": matrix.most,
+        "d_c_n": d_c if form.cell == "LSTM" else None, **sides,
+        **_masks(extras, weight, x.shape[1]), "most": matrix.most,
     }  # fmt: skip
     around = {
-        "drop": tensors["drop"], "h_start": states["h"], "c_start": states.get("c"), "B": x.shape[1],
+        "drop": tensors["drop"], "resets": tensors["resets"], "h_start": states["h"], "c_start": states.get("c"),
+        "new_h": states.get("reset_h"), "new_c": states.get("reset_c"), "B": x.shape[1],
         "H": weight.shape[1], "BLOCK": power(weight.shape[1]),
     }  # fmt: skip
 
     def end(scratch: Tensors) -> None:
-        places = {name: scratch[name] for name in ("d_h", "scale", "direct", "d_c", "first")}
+        places = {name: scratch[name] for name in ("d_h", "scale", "direct", "d_c", "d_reset")}
         pieces = scratch["d_h"].shape[0] if scratch["d_h"].dim() == 3 else 1
         start(end_kernel, (x.shape[1],), {**around, **places, "SHARES": pieces}, {"num_warps": 4})
 
@@ -414,9 +418,10 @@ def _gradient_sides(form: Form, x: Tensor, dtype: torch.dtype, overwrite: bool, 
     }
 
 
-def _gradient_states(form: Form, hist: Tensor) -> dict[str, Tensor]:
-    """The initial states' own."""
+def _gradient_states(form: Form, hist: Tensor, extras: Extras) -> dict[str, Tensor]:
+    """Memory for the gradients of the initial state and of that after a reset."""
     names = ("h", "c") if form.cell == "LSTM" else ("h",)
+    names = names if extras.resets is None else (*names, *(f"reset_{name}" for name in names))
     return {name: hist.new_empty(hist.shape[1:], dtype=torch.float32) for name in names}
 
 

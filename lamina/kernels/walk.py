@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import cpu, launch
 from .forms import Extras, Form, Setting, form_of
-from .given import NAMES, Tensors, there
+from .given import NAMES, STEP, Tensors, there
 from .launch import Small
 from .precision import Matrix, Product, as_cudnn_multiplies, formed, left_for_later, matrix_gradient
 
@@ -64,7 +64,7 @@ def _inner_bias(form: Form, bias_ih: Tensor | None, bias_hh: Tensor | None) -> T
 
 def inner(form: Form, tensors: Tensors) -> Small:
     """gain, bias, gain_cell and bias_cell, as the steps use them; a norm without a gain has a gain of 1."""
-    _, _, _, _, matrix, bias_ih, bias_hh, _, gain_hh, gain_sum, gain_cell, bias_cell = tensors
+    _, _, _, _, matrix, bias_ih, bias_hh, _, gain_hh, gain_sum, gain_cell, bias_cell = tensors[:STEP]
     gain = gain_hh if form.site == "hh" else gain_sum
     rows, hidden = there(matrix).shape
     gain = _or_ones(gain, rows, matrix) if form.site else None
@@ -96,7 +96,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     normed = setting.where.groups(form.site) if form.site else ()
     matrix = rows.matrix(there(weight_hh), normed, setting.factors == "half")
     hist, h_n, c_n, *kept = module(path).forward(
-        form, prepared, matrix, h, c, *inner(form, tensors), Extras(*extras), keep in WHOLE
+        form, prepared, matrix, h, c, *inner(form, tensors), Extras(*extras, *tensors[STEP:]), keep in WHOLE
     )
     most = statistics.new_empty(0) if matrix.most is None else matrix.most
     return [hist, h_n, c_n, summed, statistics, kept_x, matrix.values, most, *kept]
@@ -141,7 +141,7 @@ def backward(
     """
     if path == "cpu":
         return [*cpu.backward(setting, tensors, extras, [*kept], grads, needed)]
-    form, h = form_of(setting), tensors[1]
+    form = form_of(setting)
     hist, summed, statistics, prepared, values, most, *rest = kept
     anew = not prepared.numel()
     if anew:
@@ -150,7 +150,7 @@ def backward(
     arriving = [None if g is None else g.contiguous() for g in grads]
     lent = once and _lends_its_input(setting, path, there(tensors[4]))
     found = module(path).backward(
-        form, prepared, matrix, h, *inner(form, tensors), Extras(*extras), (hist, *rest), *arriving,
+        form, prepared, matrix, *inner(form, tensors), Extras(*extras, *tensors[STEP:]), (hist, *rest), *arriving,
         train_matrix=needed[4], overwrite=anew or once, **({"place": summed} if lent else {}),
     )  # fmt: skip
     del prepared, matrix, values, rest
@@ -221,7 +221,7 @@ def assembled(
         "input": d_input, "weight_ih": d_weight, "weight_hh": found["weight"], "h": found["h"], "c": found.get("c"),
         "bias_ih": sides[0], "bias_hh": sides[1], "gain_ih": small[0] if gain_ih is not None else None,
         "gain_hh": found.get("gain"), "gain_sum": found.get("gain"), "gain_cell": found.get("gain_cell"),
-        "bias_cell": found.get("bias_cell"),
+        "bias_cell": found.get("bias_cell"), **{name: found.get(name) for name in NAMES[STEP:]},
     }  # fmt: skip
     return _in_kind(given, tensors)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import launch, rows, sides, walk
 from .forms import Extras, Form, Setting, form_of
-from .given import EXTRAS, Given, Tensors, there
+from .given import EXTRAS, STEP, Given, Tensors, there
 from .launch import Found, Part
 from .plans import OVERRIDE, at_once
 from .precision import Matrix, Product, as_cudnn_multiplies, matrix_gradient
@@ -108,7 +108,7 @@ def forward(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep
     h, c = (sides.stacked([t[at] for t in each]) for at in (1, 2))
     small = sides.small_of([walk.inner(form, t) for t in each])
     walking, found = launch.forward_walk(
-        form, prepared, matrix, h, c, small, sides.extras_of(extras), keep in walk.WHOLE, most
+        form, prepared, matrix, h, c, small, sides.extras_of(each, extras), keep in walk.WHOLE, most
     )
     hist, h_n, c_n, *kept = found
     sides.project(setting, each[0], there(each[0][0]), summed[0], prepared[0], statistics[0])
@@ -138,8 +138,8 @@ def backward(
     most = at_once(form, width // form.gates, batch, values, len(each), True)
     d_out, (d_h, d_c) = _arriving(hist, grads[0]), (None if g is None else g.contiguous() for g in grads[1:])
     walking, found = launch.backward_walk(
-        form, prepared, matrix, sides.stacked([t[1] for t in each]), sides.small_of(inner), sides.extras_of(extras),
-        (hist, *rest), d_out, d_h, d_c, anew or once, most,
+        form, prepared, matrix, sides.small_of(inner), sides.extras_of(each, extras), (hist, *rest), d_out, d_h, d_c,
+        anew or once, most,
     )  # fmt: skip
     way = Descent(setting, form, each, found, xhat, stats, summed, statistics, hist.dtype, once)
     for part, pieces in launches(len(each), steps, most, True):
@@ -152,7 +152,8 @@ def backward(
     for layer, own_extras in enumerate(sides.of_each(extras, len(EXTRAS))):
         x = _input_of(layer, each, hist, 0, steps)
         need = [bool(n) and (at > 0 or layer == 0) for at, n in enumerate(wanted[layer])]
-        gradients += way.gradients(layer, x, hist[layer], Extras(*own_extras), need)
+        acting = Extras(*own_extras, *each[layer][STEP:])
+        gradients += way.gradients(layer, x, hist[layer], acting, need)
     return gradients
 
 
