@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 # Names are fetched when first used: torch takes seconds to import, and ``lamina --help`` needs none of it.
 if TYPE_CHECKING:
-    from . import analysis, baselines, functional, placements, reference
+    from . import analysis, baselines, functional, optim, options, placements, reference
     from .baselines import BatchNorm
     from .cells import GRUCell, LSTMCell, RNNCell
     from .checks import BackendError, InputError
@@ -50,6 +50,8 @@ __all__ = [
     "analysis",
     "baselines",
     "functional",
+    "optim",
+    "options",
     "placements",
     "reference",
 ]
@@ -81,4 +83,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +11,9 @@ from torch import Tensor
 from . import functional
 from .checks import describe, fail, one_of, traced, transformed, watched
 from .kernels.given import NAMES, STEP
-from .options import CellOptions
+from .options import Options, with_options
 from .placements import STATES
 from .recurrent_base import RecurrentModule, State
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _PARAMETERS = NAMES[3:STEP]
 
@@ -39,9 +36,9 @@ class RecurrentCell(RecurrentModule):
     single_step = True
 
     def __init__(
-        self, input_size: int, hidden_size: int, bias: bool, device: Any, dtype: Any, given: CellOptions
+        self, input_size: int, hidden_size: int, bias: bool, device: Any, dtype: Any, options: Options
     ) -> None:
-        super().__init__(input_size, hidden_size, 0, bias, given, device, dtype)
+        super().__init__(input_size, hidden_size, 0, bias, options, device, dtype)
         if self.options.recompute:
             raise fail("recompute is for layers: a cell has one step", "recompute=True", "Drop it.")
         self._add_cell("", self.input_size)
@@ -156,8 +153,9 @@ class RecurrentCell(RecurrentModule):
         return given if batched else tuple(s.unsqueeze(0) for s in given)
 
 
+@with_options
 class RNNCell(RecurrentCell):
-    """One step of ``lamina.RNN``; arguments of ``torch.nn.RNNCell`` plus ``lamina.options.Options``."""
+    """One step of ``lamina.RNN``. Positional arguments are those of ``torch.nn.RNNCell``."""
 
     cell = "RNN"
 
@@ -169,15 +167,30 @@ class RNNCell(RecurrentCell):
         nonlinearity: str = "tanh",
         device: Any = None,
         dtype: Any = None,
-        **options: Unpack[CellOptions],
+        *,
+        norm: str | None = "layer",
+        placement: str | None = None,
+        eps: float = 1e-5,
+        eps_mode: str = "var",
+        gain_init: float | None = None,
+        forget_bias: float | None = None,
+        zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0,
+        learn_initial_state: bool = False,
+        backend: str = "auto",
+        recompute: bool = False,
+        momentum: float | None = 0.1,
+        eval_statistics: str = "population",
+        max_steps: int | None = None,
     ) -> None:
         one_of("nonlinearity", nonlinearity, ("tanh", "relu"))
-        super().__init__(input_size, hidden_size, bias, device, dtype, options)
+        super().__init__(input_size, hidden_size, bias, device, dtype, Options.of(locals()))
         self.nonlinearity = nonlinearity
 
 
+@with_options
 class GRUCell(RecurrentCell):
-    """One step of ``lamina.GRU``; arguments of ``torch.nn.GRUCell`` plus ``lamina.options.Options``."""
+    """One step of ``lamina.GRU``. Positional arguments are those of ``torch.nn.GRUCell``."""
 
     cell = "GRU"
 
@@ -188,13 +201,28 @@ class GRUCell(RecurrentCell):
         bias: bool = True,
         device: Any = None,
         dtype: Any = None,
-        **options: Unpack[CellOptions],
+        *,
+        norm: str | None = "layer",
+        placement: str | None = None,
+        eps: float = 1e-5,
+        eps_mode: str = "var",
+        gain_init: float | None = None,
+        forget_bias: float | None = None,
+        zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0,
+        learn_initial_state: bool = False,
+        backend: str = "auto",
+        recompute: bool = False,
+        momentum: float | None = 0.1,
+        eval_statistics: str = "population",
+        max_steps: int | None = None,
     ) -> None:
-        super().__init__(input_size, hidden_size, bias, device, dtype, options)
+        super().__init__(input_size, hidden_size, bias, device, dtype, Options.of(locals()))
 
 
+@with_options
 class LSTMCell(RecurrentCell):
-    """One step of ``lamina.LSTM``; arguments of ``torch.nn.LSTMCell`` plus ``lamina.options.Options``."""
+    """One step of ``lamina.LSTM``. Positional arguments are those of ``torch.nn.LSTMCell``."""
 
     cell = "LSTM"
 
@@ -205,6 +233,20 @@ class LSTMCell(RecurrentCell):
         bias: bool = True,
         device: Any = None,
         dtype: Any = None,
-        **options: Unpack[CellOptions],
+        *,
+        norm: str | None = "layer",
+        placement: str | None = None,
+        eps: float = 1e-5,
+        eps_mode: str = "var",
+        gain_init: float | None = None,
+        forget_bias: float | None = None,
+        zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0,
+        learn_initial_state: bool = False,
+        backend: str = "auto",
+        recompute: bool = False,
+        momentum: float | None = 0.1,
+        eval_statistics: str = "population",
+        max_steps: int | None = None,
     ) -> None:
-        super().__init__(input_size, hidden_size, bias, device, dtype, options)
+        super().__init__(input_size, hidden_size, bias, device, dtype, Options.of(locals()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from .cells import GRUCell, LSTMCell
 from .checks import describe, epsilon, fail, one_of
-from .options import Options
 from .recurrent import GRU, LSTM
 
 ONE_CELL = re.compile(r"()()(.+)")
@@ -446,13 +445,13 @@ def _norm_options(source: str, cell: _Cell, eps: float | None) -> dict[str, Any]
 
 def _check_options(built: type[nn.Module], given: Mapping[str, Any]) -> None:
     """Raise unless the caller may choose these options, and the weights do not decide them."""
-    known = [*inspect.signature(built).parameters, *(f.name for f in fields(Options))]
+    known = inspect.signature(built).parameters
     reasons = dict.fromkeys(FIXED_BY_SOURCE, "is decided by the weights")
     reasons |= dict.fromkeys(INITIAL_VALUES, "sets start values, which the weights replace")
     for name, value in given.items():
         if name in reasons:
             raise fail(f"{name} {reasons[name]}", f"{name}={value!r}", f"Drop {name}=.")
-        one_of(f"an option of {built.__name__}", name, [k for k in known if k not in reasons and k != "options"])
+        one_of(f"an option of {built.__name__}", name, [k for k in known if k not in reasons])
 
 
 def _build(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,28 +18,9 @@ from .placements import GATES, Placement, resolve
 from .reference import EPS_MODES
 
 
-class CellOptions(TypedDict, total=False):
-    """The keyword-only options of every recurrent layer and cell; ``Options`` holds the defaults."""
-
-    norm: str | None
-    placement: str | None
-    eps: float
-    eps_mode: str
-    gain_init: float | None
-    forget_bias: float | None
-    zoneout: float | tuple[float, float]
-    recurrent_dropout: float
-    learn_initial_state: bool
-    backend: str
-    recompute: bool
-    momentum: float | None
-    eval_statistics: str
-    max_steps: int | None
-
-
 @dataclass(frozen=True)
 class Options:
-    """Checked options.
+    """The keyword-only options of every recurrent layer and cell.
 
     norm: "layer" (default), "batch" (recurrent batch norm, statistics per time step), "weight" or None.
     placement: where the norms sit, a row of ``lamina.placements``; None is the paper's.
@@ -74,13 +56,9 @@ class Options:
     max_steps: int | None = None
 
     @classmethod
-    def parse(cls, owner: str, given: Mapping[str, Any]) -> Options:
-        """Options from keyword arguments; an unknown one is a TypeError, as in any constructor."""
-        known = [f.name for f in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}. Options: {', '.join(known)}.")
-        return cls(**given)
+    def of(cls, arguments: Mapping[str, Any]) -> Options:
+        """Pick the options out of a constructor's ``locals()``."""
+        return cls(**{f.name: arguments[f.name] for f in fields(cls)})
 
     def check(self, cell: str, bias: bool) -> Placement:
         """Raise unless the options suit this cell; give the placement they name."""
@@ -124,6 +102,16 @@ class Options:
             )
         checked = tuple(probability("zoneout", rate) for rate in rates)
         return checked if cell == "LSTM" else checked[:1]
+
+
+Module = TypeVar("Module", bound=type[nn.Module])
+
+
+def with_options(layer: Module) -> Module:
+    """Append the list of options to a layer's docstring."""
+    described = inspect.getdoc(Options) or ""
+    layer.__doc__ = f"{inspect.getdoc(layer)}\n\n{described.replace('The keyword-only', 'Keyword-only', 1)}"
+    return layer
 
 
 def parameter_shapes(

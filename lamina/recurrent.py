@@ -1,14 +1,14 @@
 """RNN, LSTM and GRU: the torch.nn layers with a choice of normalisation.
 
-Constructor, call, parameter names and gate order are those of ``torch.nn``; the norm's options are keyword-only
-(``lamina.options.Options``). Letters: T steps, B cases, D inputs, H hidden, P = proj_size or H.
+Constructor, call, parameter names and gate order are those of ``torch.nn``; what torch lacks is keyword-only.
+Letters: T steps, B cases, D inputs, H hidden, P = proj_size or H.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from . import functional
 from .checks import describe, fail, one_of, positive_int, probability, readable
-from .options import CellOptions
+from .options import Options, with_options
 from .placements import STATES
 from .recurrence_checks import check_lengths, check_resets
 from .recurrent_base import GivenState, RecurrentModule, State
 from .reference import Recurrence, SequenceResult
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Start(NamedTuple):
@@ -49,10 +46,10 @@ class RecurrentLayer(RecurrentModule):
         proj_size: int,
         device: Any,
         dtype: Any,
-        given: CellOptions,
+        options: Options,
     ) -> None:
-        super().__init__(input_size, hidden_size, proj_size, bias, given, device, dtype)
-        _check_projection(proj_size, hidden_size)
+        super().__init__(input_size, hidden_size, proj_size, bias, options, device, dtype)
+        _check_projection(self.cell, proj_size, hidden_size)
         self.num_layers = positive_int("num_layers", num_layers)
         self.batch_first = batch_first
         self.dropout = _check_dropout(dropout, num_layers)
@@ -349,7 +346,9 @@ def _check_dropout(dropout: object, num_layers: int) -> float:
     return rate
 
 
-def _check_projection(proj_size: int, hidden_size: int) -> None:
+def _check_projection(cell: str, proj_size: int, hidden_size: int) -> None:
+    if proj_size and cell != "LSTM":
+        raise fail("proj_size is for LSTM only", f"proj_size={proj_size} for {cell}", "Drop it or use LSTM.")
     if isinstance(proj_size, bool) or not isinstance(proj_size, int) or proj_size < 0:
         raise fail("proj_size must be a whole number, 0 for none", f"proj_size={proj_size!r}", "Pass 0.")
     if proj_size and proj_size >= hidden_size:
@@ -360,12 +359,13 @@ def _check_projection(proj_size: int, hidden_size: int) -> None:
         )
 
 
+@with_options
 class RNN(RecurrentLayer):
     """Layer-normalised Elman RNN, drop-in for ``torch.nn.RNN``.
 
     h_t = f(g/sigma (a_t - mu) + b), a_t = W_ih x_t + W_hh h_{t-1} (Eq. 4), f = tanh or relu.
 
-    Arguments are those of ``torch.nn.RNN``; keyword-only options are those of ``lamina.options.Options``.
+    Positional arguments are those of ``torch.nn.RNN``.
     """
 
     cell = "RNN"
@@ -382,15 +382,31 @@ class RNN(RecurrentLayer):
         bidirectional: bool = False,
         device: Any = None,
         dtype: Any = None,
-        **options: Unpack[CellOptions],
+        *,
+        norm: str | None = "layer",
+        placement: str | None = None,
+        eps: float = 1e-5,
+        eps_mode: str = "var",
+        gain_init: float | None = None,
+        forget_bias: float | None = None,
+        zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0,
+        learn_initial_state: bool = False,
+        backend: str = "auto",
+        recompute: bool = False,
+        momentum: float | None = 0.1,
+        eval_statistics: str = "population",
+        max_steps: int | None = None,
+        proj_size: int = 0,  # refused unless 0, as torch.nn does
     ) -> None:
-        _refuse_projection("RNN", options)
         super().__init__(
-            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, device, dtype, options
-        )
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
+            device, dtype, Options.of(locals()),
+        )  # fmt: skip
         self.nonlinearity = _check_nonlinearity(nonlinearity)
 
 
+@with_options
 class GRU(RecurrentLayer):
     """Layer-normalised GRU, drop-in for ``torch.nn.GRU``.
 
@@ -398,7 +414,7 @@ class GRU(RecurrentLayer):
     [r z] = LN(W_ih x) + LN(W_hh h') over 2H; n = tanh(LN(W_in x) + s(r) LN(W_hn h')); h = (1-s(z)) n + s(z) h'.
     Others: "split" (Haste), "joint" (Dreamer); see ``lamina.placements``.
 
-    Arguments are those of ``torch.nn.GRU``; keyword-only options are those of ``lamina.options.Options``.
+    Positional arguments are those of ``torch.nn.GRU``.
     """
 
     cell = "GRU"
@@ -414,14 +430,30 @@ class GRU(RecurrentLayer):
         bidirectional: bool = False,
         device: Any = None,
         dtype: Any = None,
-        **options: Unpack[CellOptions],
+        *,
+        norm: str | None = "layer",
+        placement: str | None = None,
+        eps: float = 1e-5,
+        eps_mode: str = "var",
+        gain_init: float | None = None,
+        forget_bias: float | None = None,
+        zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0,
+        learn_initial_state: bool = False,
+        backend: str = "auto",
+        recompute: bool = False,
+        momentum: float | None = 0.1,
+        eval_statistics: str = "population",
+        max_steps: int | None = None,
+        proj_size: int = 0,  # refused unless 0, as torch.nn does
     ) -> None:
-        _refuse_projection("GRU", options)
         super().__init__(
-            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, device, dtype, options
-        )
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
+            device, dtype, Options.of(locals()),
+        )  # fmt: skip
 
 
+@with_options
 class LSTM(RecurrentLayer):
     """Layer-normalised LSTM, drop-in for ``torch.nn.LSTM``.
 
@@ -430,7 +462,7 @@ class LSTM(RecurrentLayer):
     Others: "cell" (DRAW), "carry" (fastrnns, TF Addons), "joint" (torchaudio), "gate" (TF contrib); see
     ``lamina.placements``.
 
-    Arguments are those of ``torch.nn.LSTM``; keyword-only options are those of ``lamina.options.Options``.
+    Positional arguments are those of ``torch.nn.LSTM``.
 
     >>> lstm = LSTM(3, 5)
     >>> output, (h_n, c_n) = lstm(torch.zeros(7, 2, 3), lengths=[7, 4])
@@ -452,17 +484,26 @@ class LSTM(RecurrentLayer):
         proj_size: int = 0,
         device: Any = None,
         dtype: Any = None,
-        **options: Unpack[CellOptions],
+        *,
+        norm: str | None = "layer",
+        placement: str | None = None,
+        eps: float = 1e-5,
+        eps_mode: str = "var",
+        gain_init: float | None = None,
+        forget_bias: float | None = None,
+        zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0,
+        learn_initial_state: bool = False,
+        backend: str = "auto",
+        recompute: bool = False,
+        momentum: float | None = 0.1,
+        eval_statistics: str = "population",
+        max_steps: int | None = None,
     ) -> None:
         super().__init__(
             input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
-            device, dtype, options,
+            device, dtype, Options.of(locals()),
         )  # fmt: skip
-
-
-def _refuse_projection(cell: str, options: Any) -> None:
-    if "proj_size" in options:
-        raise fail("proj_size is for LSTM only", f"proj_size={options['proj_size']} for {cell}", "Drop it or use LSTM.")
 
 
 def _check_nonlinearity(nonlinearity: str) -> str:

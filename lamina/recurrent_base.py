@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .baselines import StepStatistics
 from .checks import autocast_dtype, positive_int, transformed
 from .kernels import Request
-from .options import CellOptions, Options, initialise, parameter_shapes
+from .options import Options, initialise, parameter_shapes
 from .placements import STATES
 from .reference import CellWeights, Masks, Moments, Recurrence, statistics_dtype
 
@@ -27,14 +27,14 @@ class RecurrentModule(nn.Module):
     nonlinearity: str = "tanh"
 
     def __init__(
-        self, input_size: int, hidden_size: int, proj_size: int, bias: bool, given: CellOptions, device: Any, dtype: Any
+        self, input_size: int, hidden_size: int, proj_size: int, bias: bool, options: Options, device: Any, dtype: Any
     ) -> None:
         super().__init__()
         self.input_size = positive_int("input_size", input_size)
         self.hidden_size = positive_int("hidden_size", hidden_size)
         self.proj_size = proj_size
         self.bias = bias
-        self.options = Options.parse(type(self).__name__, given)
+        self.options = options
         self._where = self.options.check(self.cell, bias)
         self._factory = {"device": device, "dtype": dtype}
 

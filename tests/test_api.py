@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -24,13 +25,39 @@ PUBLIC = [
     *("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"),
     *("LayerNorm", "NoisyLayerNorm", "Linear", "Conv2d", "BatchNorm"),
     *("convert", "import_weights", "stream", "explain", "BackendError", "InputError"),
-    *("analysis", "baselines", "functional", "placements", "reference"),
+    *("analysis", "baselines", "functional", "optim", "options", "placements", "reference"),
 ]
 
 
 def test_public_names_do_not_drift():
     assert sorted(lamina.__all__) == sorted(PUBLIC)
     assert all(hasattr(lamina, name) for name in PUBLIC)
+    assert dir(lamina) == sorted([*PUBLIC, "__version__"])
+
+
+RECURRENT = ["RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_every_option_is_an_argument_with_its_type_and_default_and_is_described(name):
+    layer = getattr(lamina, name)
+    options = inspect.signature(lamina.options.Options).parameters
+    arguments = inspect.signature(layer).parameters
+    keywords = {n: p for n, p in arguments.items() if p.kind is p.KEYWORD_ONLY and n != "proj_size"}
+    assert list(keywords) == list(options)
+    assert not any(p.kind is p.VAR_KEYWORD for p in arguments.values())
+    hints, wanted = typing.get_type_hints(layer.__init__), typing.get_type_hints(lamina.options.Options)
+    for option, parameter in options.items():
+        assert (keywords[option].default, hints[option]) == (parameter.default, wanted[option])
+        assert re.search(rf"^(\w+, )?{option}(, \w+)?: ", inspect.getdoc(layer), flags=re.M), option
+    given = {"norm": None, "eps": 0.5, "zoneout": 0.25}  # each reaches the layer under its own name
+    assert vars(layer(3, 5, **given).options) == {**{n: p.default for n, p in options.items()}, **given}
+
+
+def test_help_of_the_readme_works_in_a_fresh_process():
+    code = "import lamina; help(lamina.options.Options); help(lamina.LSTM); print(lamina.optim.Adam)"
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.count("recurrent_dropout: probability of dropping") == 2
 
 
 SHARED = ["layer_norm", "rnn", "lstm", "gru"]
