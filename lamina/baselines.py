@@ -250,7 +250,7 @@ class StepStatistics(StatisticsModule):
         self.max_steps = None if max_steps is None else positive_int("max_steps", max_steps)
         if not widths or not all(isinstance(site, str) and site.isidentifier() for site in widths):
             raise fail("widths must name at least one site", repr(dict(widths)), "Pass for example {'ih': 32}.")
-        self.widths = {site: positive_int(f"widths[{site!r}]", width) for site, width in widths.items()}
+        self.widths = {site: positive_int(f"widths[{site!r}]", width, or_zero=True) for site, width in widths.items()}
         self.momentum = None if momentum is None else probability("momentum", momentum)
         kept = statistics_dtype(dtype or torch.get_default_dtype())
         for site, width in self.widths.items():

@@ -13,6 +13,7 @@ __all__ = [
     "BackendError",
     "InputError",
     "autocast_dtype",
+    "boolean",
     "check_kind",
     "describe",
     "epsilon",
@@ -33,11 +34,18 @@ def describe(value: object) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-def positive_int(what: str, value: object) -> int:
+def boolean(what: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} must be of type bool, got {describe(value)}. Pass True or False.")
+    return value
+
+
+def positive_int(what: str, value: object, *, or_zero: bool = False) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} must be an int, got {describe(value)}. Pass a whole number above 0.")
-    if value <= 0:
-        raise fail(f"{what} must be greater than zero", f"{what}={value}", "Pass a whole number above 0.")
+    if value < 0 or (value == 0 and not or_zero):
+        rule = "must not be negative" if or_zero else "must be greater than zero"
+        raise fail(f"{what} {rule}", f"{what}={value}", "Pass a whole number above 0.")
     return value
 
 

@@ -234,7 +234,8 @@ def _recurrent_arguments(module: nn.Module) -> dict[str, Any]:
         names.append("proj_size")
     if isinstance(module, (nn.RNN, nn.RNNCell)):
         names.append("nonlinearity")
-    return {name: getattr(module, name) for name in names}
+    flags = ("bias", "batch_first", "bidirectional")  # torch takes any value for some of them
+    return {name: bool(getattr(module, name)) if name in flags else getattr(module, name) for name in names}
 
 
 def _added(new: nn.Module, old: nn.Module) -> list[str]:

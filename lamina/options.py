@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .baselines import weight_norm_gain
-from .checks import epsilon, fail, finite, one_of, positive_int, probability
+from .checks import boolean, epsilon, fail, finite, one_of, positive_int, probability
 from .kernels import BACKENDS
 from .placements import GATES, Placement, resolve
 from .reference import EPS_MODES
@@ -69,8 +69,8 @@ class Options:
         one_of("eval_statistics", self.eval_statistics, ("population", "batch"))
         probability("recurrent_dropout", self.recurrent_dropout, below_one=True)
         self.zoneout_rates(cell)
-        if not isinstance(self.recompute, bool):
-            raise fail("recompute must be True or False", f"recompute={self.recompute!r}", "Pass one of them.")
+        boolean("recompute", self.recompute)
+        boolean("learn_initial_state", self.learn_initial_state)
         if self.momentum is not None:
             probability("momentum", self.momentum)
         if self.max_steps is not None:
@@ -138,7 +138,7 @@ def initialise(parameters: Mapping[str, Tensor], cell: str, hidden_size: int, op
 
     Torch's own parameters are drawn first and in torch's order, so the same seed gives nn.LSTM's weights.
     """
-    bound = 1 / math.sqrt(hidden_size)
+    bound = 1 / math.sqrt(hidden_size or 1)
     for name, parameter in parameters.items():
         if name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr"):
             nn.init.uniform_(parameter, -bound, bound)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from . import functional
-from .checks import describe, fail, one_of, positive_int, probability, readable
+from .checks import boolean, describe, fail, one_of, positive_int, probability, readable
 from .options import Options, with_options
 from .placements import STATES
 from .recurrence_checks import check_lengths, check_resets
@@ -51,9 +51,9 @@ class RecurrentLayer(RecurrentModule):
         super().__init__(input_size, hidden_size, proj_size, bias, options, device, dtype)
         _check_projection(self.cell, proj_size, hidden_size)
         self.num_layers = positive_int("num_layers", num_layers)
-        self.batch_first = batch_first
+        self.batch_first = boolean("batch_first", batch_first)
         self.dropout = _check_dropout(dropout, num_layers)
-        self.bidirectional = bidirectional
+        self.bidirectional = boolean("bidirectional", bidirectional)
         for layer, suffix in self._cells():
             width = self.input_size if layer == 0 else self.output_size * self.num_directions
             self._add_cell(suffix, width)

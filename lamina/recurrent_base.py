@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .baselines import StepStatistics
-from .checks import autocast_dtype, positive_int, transformed
+from .checks import autocast_dtype, boolean, positive_int, transformed
 from .kernels import Request
 from .options import Options, initialise, parameter_shapes
 from .placements import STATES
@@ -31,9 +31,10 @@ class RecurrentModule(nn.Module):
     ) -> None:
         super().__init__()
         self.input_size = positive_int("input_size", input_size)
-        self.hidden_size = positive_int("hidden_size", hidden_size)
+        # torch.nn's cells take a hidden_size of 0, its layers do not.
+        self.hidden_size = positive_int("hidden_size", hidden_size, or_zero=self.single_step)
         self.proj_size = proj_size
-        self.bias = bias
+        self.bias = boolean("bias", bias)
         self.options = options
         self._where = self.options.check(self.cell, bias)
         self._factory = {"device": device, "dtype": dtype}

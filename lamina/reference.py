@@ -238,7 +238,7 @@ class SiteNorms:
             mean, var = self._population_moments(self.population[site], z, step)
         else:
             mean, var = self._batch_moments(z, step)
-            kept = Moments(mean.detach().reshape(-1, z.shape[-1]), var.detach().reshape(-1, z.shape[-1]))
+            kept = Moments(mean.detach().flatten(0, -2), var.detach().flatten(0, -2))
             self.record.setdefault(site, []).append(kept)
         return (z - mean) * inverse_deviation(var, self.eps, self.eps_mode)
 

@@ -453,6 +453,11 @@ def test_a_refused_option_changes_nothing(options: dict[str, Any], message: str)
     assert seen == ["torch.nn.modules.rnn"]
 
 
+def test_flags_that_torch_takes_for_true_stay_true() -> None:
+    model, _ = convert(nn.Sequential(nn.GRU(3, 5, bidirectional=1), nn.GRUCell(3, 5, bias=0)))
+    assert (model[0].bidirectional, model[1].bias) == (True, False)
+
+
 def test_not_a_module() -> None:
     with pytest.raises(TypeError, match=r"convert takes a torch.nn.Module, got dict"):
         convert({"rnn": nn.LSTM(3, 5)})

@@ -106,7 +106,7 @@ def test_where_it_changes_nothing_that_is_said():
         lamina.LSTM(3, 5, backend="reference", recompute=True)(x)
     with pytest.raises(lamina.InputError, match="for layers"):
         lamina.LSTMCell(3, 5, recompute=True)
-    with pytest.raises(lamina.InputError, match="True or False"):
+    with pytest.raises(TypeError, match="True or False"):
         lamina.LSTM(3, 5, recompute="yes")
 
 

@@ -450,7 +450,7 @@ def test_not_a_tensor():
 
 BUILD_CASES = {
     "hidden 0": (lambda: lamina.LSTM(3, 0), "hidden_size must be greater than zero"),
-    "hidden negative": (lambda: lamina.GRUCell(3, -1), "hidden_size must be greater than zero"),
+    "hidden negative": (lambda: lamina.GRUCell(3, -1), "hidden_size must not be negative"),
     "input 0": (lambda: lamina.RNN(0, 4), "input_size must be greater than zero"),
     "layers": (lambda: lamina.LSTM(3, 4, 0), "num_layers must be greater than zero"),
     "norm": (lambda: lamina.LSTM(3, 4, norm="layr"), "Did you mean 'layer'"),
@@ -502,6 +502,30 @@ def test_wrong_types_and_unknown_options_are_type_errors():
         lamina.LSTM(3, 4, 1, True, False, 0.0, False, 0, None, None, "layer")
     with pytest.raises(TypeError, match="eps must be a number"):
         lamina.LSTM(3, 4, eps="small")
+
+
+FLAGS = ["bias", "batch_first", "bidirectional", "recompute", "learn_initial_state"]
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_text_is_not_a_flag(name):
+    """Any text is true, "False" too; torch.nn refuses it for two of these."""
+    with pytest.raises(TypeError, match=f"{name} must be of type bool, got str 'False'"):
+        lamina.LSTM(3, 4, **{name: "False"})
+    if name == "bias":
+        with pytest.raises(TypeError, match="bias must be of type bool"):
+            lamina.GRUCell(3, 4, bias="False")
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch", "weight", None])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_without_units_works_as_torchs_does(cell, norm):
+    one, x = OURS_CELL[cell](3, 0, norm=norm), torch.randn(2, 3, requires_grad=True)
+    ours, theirs = one(x), getattr(nn, f"{cell}Cell")(3, 0)(x)
+    pairs = [(ours, theirs)] if isinstance(ours, torch.Tensor) else list(zip(ours, theirs, strict=True))
+    assert all(torch.equal(a, b) and a.requires_grad for a, b in pairs)
+    sum(a.sum() for a, _ in pairs).backward()
+    assert all(p.grad is not None for n, p in one.named_parameters() if "_ih" in n)
 
 
 @pytest.mark.parametrize("cell", CELLS)
