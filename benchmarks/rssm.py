@@ -119,7 +119,7 @@ def with_ours(model: Model, as_layer: bool, backend: str) -> Model:
     nn.Module.__init__(ours)
     ours.units, ours.sees_state = model.units, model.sees_state
     weights = model.cell.state_dict()
-    ours.cell = lamina.import_weights(weights, "sheeprl", as_layer=as_layer, backend=backend)
+    ours.cell = lamina.import_weights(weights, "sheeprl", eps=1e-3, as_layer=as_layer, backend=backend)
     ours.before, ours.prior, ours.posterior = model.before, model.prior, model.posterior
     return ours.to(next(model.parameters()))
 

@@ -43,12 +43,12 @@ INITIAL_VALUES = ("gain_init", "forget_bias")
 
 @dataclass(frozen=True)
 class _Cell:
-    """One cell under torch's names, torch's gate order, and the epsilon its source is known to use."""
+    """One cell under torch's names, in torch's gate order, with the one epsilon that its source has."""
 
     weights: dict[str, Tensor]
     norm: str | None
     placement: str | None
-    eps: float | None  # None: its source is in use with more than one
+    eps: float | None  # None: the source has more than one, so the caller must say which
 
     @property
     def input_size(self) -> int:
@@ -170,7 +170,7 @@ def _fastrnns(bundle: _Bundle) -> _Cell:
         "gain_cell": bundle.take("layernorm_c.weight", h),
         "bias_cell": bundle.take("layernorm_c.bias", h),
     }
-    return _Cell(weights, "layer", "carry", 1e-5)
+    return _Cell(weights, "layer", "carry", None)
 
 
 def _torchaudio(bundle: _Bundle) -> _Cell:
@@ -191,7 +191,7 @@ def _torchaudio(bundle: _Bundle) -> _Cell:
     weights["gain_sum"] = bundle.take("g_norm.weight", 4 * h)
     weights["gain_cell"] = bundle.take("c_norm.weight", h)
     weights["bias_cell"] = bundle.take("c_norm.bias", h)
-    return _Cell(weights, "layer", "joint", 1e-5)
+    return _Cell(weights, "layer", "joint", None)
 
 
 def _tf_addons(bundle: _Bundle) -> _Cell:
@@ -212,7 +212,7 @@ def _tf_addons(bundle: _Bundle) -> _Cell:
         "gain_cell": bundle.take("state_norm/gamma", h),
         "bias_cell": bundle.take("state_norm/beta", h),
     }
-    return _Cell(weights, "layer", "carry", 1e-3)
+    return _Cell(weights, "layer", "carry", None)
 
 
 def _check_keras_paths(bundle: _Bundle) -> None:
@@ -240,7 +240,7 @@ def _dreamer(bundle: _Bundle) -> _Cell:
 
 
 def _sheeprl(bundle: _Bundle) -> _Cell:
-    return _joint_gru(bundle, "linear", "layer_norm", 1e-3, hidden_first=True)
+    return _joint_gru(bundle, "linear", "layer_norm", None, hidden_first=True)
 
 
 def _joint_gru(bundle: _Bundle, linear: str, norm: str, eps: float | None, *, hidden_first: bool) -> _Cell:
@@ -283,17 +283,27 @@ class _Source:
     as_layer: bool  # what it gives when the caller does not say
     read: Callable[[_Bundle], _Cell]
     key: re.Pattern[str] = ONE_CELL  # layer number, direction, name
+    eps: str = ""  # how to find the source's epsilon where there is more than one
 
 
 SOURCES = {
     "haste_lstm": _Source(LSTM, LSTMCell, True, _haste_lstm),
     "haste_gru": _Source(GRU, GRUCell, True, _haste_gru),
-    "fastrnns": _Source(LSTM, LSTMCell, True, _fastrnns, FASTRNNS),
-    "torchaudio": _Source(LSTM, LSTMCell, True, _torchaudio, NUMBERED),
-    "tf_addons": _Source(LSTM, LSTMCell, True, _tf_addons, KERAS),
-    "dreamer": _Source(GRU, GRUCell, False, _dreamer),
-    "sheeprl": _Source(GRU, GRUCell, False, _sheeprl),
-}
+    "fastrnns": _Source(
+        LSTM, LSTMCell, True, _fastrnns, FASTRNNS, "Pass 1e-5, or 0 for a model built with decompose_layernorm=True."
+    ),
+    "torchaudio": _Source(
+        LSTM, LSTMCell, True, _torchaudio, NUMBERED,
+        "Pass the layer_norm_epsilon of its _CustomLSTM: 1e-3 in emformer_rnnt_base, 1e-5 by default.",
+    ),
+    "tf_addons": _Source(LSTM, LSTMCell, True, _tf_addons, KERAS, "Pass the cell's norm_epsilon, by default 1e-3."),
+    "dreamer": _Source(
+        GRU, GRUCell, False, _dreamer, eps="Pass the eps of the port's nn.LayerNorm; both 1e-3 and 1e-5 are in use."
+    ),
+    "sheeprl": _Source(
+        GRU, GRUCell, False, _sheeprl, eps="Pass the eps of its layer_norm: 1e-3 in DreamerV3, 1e-5 in DreamerV2."
+    ),
+}  # fmt: skip
 
 
 def import_weights(
@@ -307,19 +317,19 @@ def import_weights(
 ) -> nn.Module:
     """A lamina layer or cell that computes what the model these weights come from computes.
 
-    ===============  ==================================================  =====================  =====
+    ===============  ==================================================  =====================  ========
     source           weights of                                          result                 eps
-    ===============  ==================================================  =====================  =====
+    ===============  ==================================================  =====================  ========
     ``haste_lstm``   Haste ``LayerNormLSTM``                             LSTM, ``"paper"``      1e-5
     ``haste_gru``    Haste ``LayerNormGRU``                              GRU, ``"split"``       1e-5
-    ``fastrnns``     PyTorch benchmarks/fastrnns LayerNorm LSTM: stack,  LSTM, ``"carry"``      1e-5
+    ``fastrnns``     PyTorch benchmarks/fastrnns LayerNorm LSTM: stack,  LSTM, ``"carry"``      required
                      bidirectional stack, one layer or a bare cell
-    ``torchaudio``   torchaudio RNN-T ``_CustomLSTM``, one layer or a    LSTM, ``"joint"`` or   1e-5
+    ``torchaudio``   torchaudio RNN-T ``_CustomLSTM``, one layer or a    LSTM, ``"joint"`` or   required
                      numbered list of them                               ``norm=None``
-    ``tf_addons``    TensorFlow Addons ``LayerNormLSTMCell``             LSTM, ``"carry"``      1e-3
-    ``dreamer``      GRU cell of the DreamerV2/V3 PyTorch ports          GRUCell, ``"joint"``   1e-3
-    ``sheeprl``      sheeprl ``LayerNormGRUCell``                        GRUCell, ``"joint"``   1e-3
-    ===============  ==================================================  =====================  =====
+    ``tf_addons``    TensorFlow Addons ``LayerNormLSTMCell``             LSTM, ``"carry"``      required
+    ``dreamer``      GRU cell of the DreamerV2/V3 PyTorch ports          GRUCell, ``"joint"``   1e-3 [1]
+    ``sheeprl``      sheeprl ``LayerNormGRUCell``                        GRUCell, ``"joint"``   required
+    ===============  ==================================================  =====================  ========
 
     The numbers are copied; the dtype is theirs. Where a source has one bias for a sum it becomes ``bias_ih``
     and ``bias_hh`` is zero. Nothing is built unless every key is known, present and of the right shape.
@@ -329,10 +339,9 @@ def import_weights(
             list that Keras' ``get_weights()`` gives.
         source: which program the weights come from, a name of the table.
         prefix: take the keys under this prefix and ignore all others, e.g. ``"predictor.lstm_layers."``.
-        eps: epsilon of the norms; by default that of the table. Pass it where the source model was built with
-            another one: torchaudio's ``emformer_rnnt_base`` has 1e-3, fastrnns with ``decompose_layernorm=True``
-            has 0. Dreamer ports that name their layers ``_layer`` and ``_norm`` are in use with 1e-3 and with
-            1e-5, so they need it.
+        eps: epsilon of the norms. A state_dict does not hold it, so it is required for every source that has more
+            than one, such as torchaudio: 1e-3 in ``emformer_rnnt_base``, 1e-5 by default.
+            [1]: 1e-3 under the names ``layers.GRU_linear``, ``layers.GRU_norm``; required under ``_layer``, ``_norm``.
         as_layer: True for a layer over whole sequences, False for a cell of one step; by default as in the table.
         **layer_options: further options of the result, such as ``batch_first``, ``zoneout`` or ``device``.
     """
@@ -358,8 +367,10 @@ def _select(weights: Mapping[str, Any] | Sequence[Any], source: str, prefix: str
     if prefix and prefix[-1] not in "./":
         prefix += "/" if any(str(key).startswith(f"{prefix}/") for key in weights) else "."
     found = {key[len(prefix) :]: value for key, value in weights.items() if key.startswith(prefix)}
+    if not weights:
+        raise fail(f"{source} weights must hold the arrays of a cell", "an empty mapping", "Pass the state_dict.")
     if not found:
-        some = ", ".join(map(repr, list(weights)[:6])) or "nothing"
+        some = ", ".join(map(repr, list(weights)[:6]))
         raise fail(f"keys must begin with prefix={prefix!r}", some, "Pass the part that stands before the names.")
     return {key: _tensor(prefix + key, value) for key, value in found.items()}
 
@@ -433,13 +444,13 @@ def _norm_options(source: str, cell: _Cell, eps: float | None) -> dict[str, Any]
         if eps is not None:
             raise fail("eps= belongs to a norm", f"eps={eps}, and weights without a norm", "Drop eps=.")
         return {"norm": None}
-    known = cell.eps if eps is None else epsilon(eps)
-    if known is None:
+    if eps is None and cell.eps is None:
         raise fail(
-            f"{source} weights under the names '_layer' and '_norm' need eps=",
-            "none",
-            "Such ports are in use with 1e-3 and with 1e-5: look at eps in the source's nn.LayerNorm.",
+            f"{source} weights need eps=, because their source is in use with more than one and does not store it",
+            "eps=None",
+            SOURCES[source].eps,
         )
+    known = cell.eps if eps is None else epsilon(eps)
     return {"norm": cell.norm, "placement": cell.placement, "eps": known}
 
 

@@ -163,6 +163,15 @@ CASES: dict[str, tuple[Callable[..., Weights], Step, int, float, type, str | Non
 }
 
 
+ONE_EPS = {"haste_lstm", "haste_gru", "dreamer"}  # the others have more than one, so import_weights asks
+
+
+def load(w: Any, source: str, **options: Any) -> nn.Module:
+    """import_weights, with the epsilon of the table where the caller has to say it."""
+    known = {} if source in ONE_EPS else {"eps": CASES[source][3]}
+    return import_weights(w, source, **{**known, **options})
+
+
 def unroll(step: Step, w: Weights, x: Tensor, state: State, eps: float) -> tuple[Tensor, State]:
     outputs = []
     for x_t in x:
@@ -224,7 +233,7 @@ def assert_computes(module: nn.Module, step: Step, w: Weights, states: int, eps:
 def test_source_is_reproduced(source: str, d: int, h: int) -> None:
     make, step, states, eps, kind, placement = CASES[source]
     w = make(d, h)
-    module = import_weights(w, source)
+    module = load(w, source)
     assert type(module) is kind
     assert (module.input_size, module.hidden_size, module.placement, module.eps) == (d, h, placement, eps)
     assert_computes(module, step, w, states, eps, d, h)
@@ -232,6 +241,12 @@ def test_source_is_reproduced(source: str, d: int, h: int) -> None:
 
 def test_every_source_is_tried() -> None:
     assert set(CASES) == set(SOURCES)
+
+
+@pytest.mark.parametrize("source", [source for source in CASES if source not in ONE_EPS])
+def test_eps_must_be_given_where_the_source_has_more_than_one(source: str) -> None:
+    with pytest.raises(InputError, match=rf"{source} weights need eps=.*got eps=None\. Pass .*1e-[35]"):
+        import_weights(CASES[source][0](3, 5), source)
 
 
 @pytest.mark.parametrize("source", CASES)
@@ -250,7 +265,7 @@ def test_gradients_of_the_parameters_flow_and_the_source_is_untouched(source: st
     make, _, states, _, _, _ = CASES[source]
     w = make(3, 5)
     before = {name: tensor.clone() for name, tensor in w.items()}
-    module = import_weights(w, source)
+    module = load(w, source)
     x, state = example(3, 5, states)
     output, _ = run_module(module, x, state)
     output.mul(torch.randn_like(output)).sum().backward()
@@ -323,7 +338,7 @@ def test_fastrnns_bidirectional_stack() -> None:
             finals += [last, last_back]
         return x, tuple(torch.stack(s) for s in zip(*finals))
 
-    layer = import_weights(w, "fastrnns")
+    layer = load(w, "fastrnns")
     assert (layer.num_layers, layer.bidirectional) == (3, True)
     assert_same(layer, expected, x, state)
     with pytest.raises(InputError, match="a cell takes one layer in one direction, got 6 cells"):
@@ -344,7 +359,7 @@ def test_tf_addons_names_and_lists(path: str, end: str, bias: bool) -> None:
     listed[0].setflags(write=False)
     listed[1] = listed[1].astype(">f8")
     for given in (named, listed, tuple(listed), dict(reversed(named.items()))):
-        layer = import_weights(given, "tf_addons")
+        layer = load(given, "tf_addons")
         assert_computes(layer, tf_addons_step, w, 2, 1e-3, 3, 5)
 
 
@@ -352,12 +367,12 @@ def test_tf_addons_prefix_and_dotted_names() -> None:
     first, second = tf_addons_weights(3, 5, seed=0), tf_addons_weights(5, 4, seed=1)
     both = keras_names(first, "rnn/", ":0") | keras_names(second, "rnn_1/", ":0")
     for prefix in ("rnn_1", "rnn_1/"):
-        layer = import_weights(both, "tf_addons", prefix=prefix)
+        layer = load(both, "tf_addons", prefix=prefix)
         assert_computes(layer, tf_addons_step, second, 2, 1e-3, 5, 4)
     with pytest.raises(InputError, match=r"'kernel' once.*'rnn/kernel' and 'rnn_1/kernel:0'.*prefix="):
         import_weights(both, "tf_addons")
     dotted = {name.replace("/", "."): tensor for name, tensor in first.items()}
-    assert_computes(import_weights(dotted, "tf_addons"), tf_addons_step, first, 2, 1e-3, 3, 5)
+    assert_computes(load(dotted, "tf_addons"), tf_addons_step, first, 2, 1e-3, 3, 5)
 
 
 def test_tf_addons_refusals() -> None:
@@ -375,7 +390,7 @@ def test_tf_addons_refusals() -> None:
 def test_old_dreamer_spelling() -> None:
     names = ("_layer.weight", "_norm.weight", "_norm.bias")
     w = dict(zip(names, dreamer_weights(3, 5).values()))
-    with pytest.raises(InputError, match=r"'_layer' and '_norm' need eps=.*1e-3 and with 1e-5"):
+    with pytest.raises(InputError, match=r"dreamer weights need eps=.*1e-3 and 1e-5"):
         import_weights(w, "dreamer")
     for extra in ({}, {"_layer.bias": torch.full((15,), 0.75, dtype=torch.float64)}):
         cell = import_weights(w | extra, "dreamer", eps=1e-5)
@@ -388,7 +403,7 @@ def test_bias_inside_the_norm_is_taken_only_where_it_cancels(source: str, linear
     make, step, states, eps, _, _ = CASES[source]
     w = make(3, 5)
     constant = torch.full((15,), -2.5, dtype=torch.float64)
-    assert_computes(import_weights(w | {f"{linear}.bias": constant}, source), step, w, states, eps, 3, 5)
+    assert_computes(load(w | {f"{linear}.bias": constant}, source), step, w, states, eps, 3, 5)
     constant[7] = -2.25
     with pytest.raises(InputError, match=r"inside the norm.*values from -2.5 to -2.25"):
         import_weights(w | {f"{linear}.bias": constant}, source)
@@ -436,6 +451,8 @@ def test_prefix_ignores_what_lies_elsewhere() -> None:
 
 def test_source_names_and_containers() -> None:
     w = haste_gru_weights(3, 5)
+    with pytest.raises(InputError, match=r"must hold the arrays of a cell, got an empty mapping\. Pass the state_dict"):
+        import_weights({}, "haste_gru")
     with pytest.raises(InputError, match="Did you mean 'haste_gru'"):
         import_weights(w, "haste_gpu")
     with pytest.raises(TypeError, match=r"got GRU. Pass its state_dict\(\)"):
