@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,8 @@ from .recurrent_base import RecurrentModule
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.RNN: RNN, nn.LSTM: LSTM, nn.GRU: GRU}
 CELLS: dict[type[nn.Module], type[nn.Module]] = {nn.RNNCell: RNNCell, nn.LSTMCell: LSTMCell, nn.GRUCell: GRUCell}
 RECURRENT = {**LAYERS, **CELLS}
+
+Selection = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 
 @dataclass(frozen=True)
@@ -87,13 +91,23 @@ class _Plan:
     skipped: list[Skipped] = field(default_factory=list)
 
 
-def convert(model: nn.Module, norm: str | None = "layer", *, layer_norm: bool = True, **options: Any) -> Conversion:
+def convert(
+    model: nn.Module,
+    norm: str | None = "layer",
+    *,
+    layer_norm: bool = True,
+    include: Selection = None,
+    exclude: Selection = None,
+    **options: Any,
+) -> Conversion:
     """Replace in place every RNN, LSTM, GRU, their cells and LayerNorm of ``torch.nn`` by lamina's.
 
-    Parameters stay the same objects, so optimisers, tied weights and ``requires_grad`` go on as before; devices,
-    dtypes, training flags and hooks stay too. With ``norm=None`` the numbers stay the same; with a norm the model
-    gains parameters (``Change.added``), frozen where all of the module's own were. An optimiser that was built
-    before does not know them::
+    Parameters stay the same objects, so tied weights and ``requires_grad`` go on as before; devices, dtypes, training
+    flags and hooks stay too. With ``norm=None`` the model computes what it did, to rounding, ``nn.LayerNorm`` included.
+    With a norm it computes another function: convert, then train or fine-tune. Trained weights raise a warning.
+
+    The gains of a norm are new parameters (``Change.added``), frozen where all of the module's own were. Make the
+    optimiser after converting, or add them to the one you have::
 
         model, changes = lamina.convert(model)
         new = [model.get_parameter(name) for change in changes for name in change.added]
@@ -101,10 +115,13 @@ def convert(model: nn.Module, norm: str | None = "layer", *, layer_norm: bool = 
 
     Args:
         model: any module; where it is itself an LSTM or the like, the returned model is a new object.
-        norm: "layer", "batch", "weight" or None, for the recurrent modules.
+        norm: "layer", "batch", "weight" or None, for the recurrent modules. "weight" keeps the function too.
         layer_norm: whether to replace ``nn.LayerNorm`` too.
-        **options: options of the recurrent modules, such as ``placement``, ``eps``, ``zoneout`` or ``backend``. An
-            option that does not suit one of the modules is refused before anything is changed.
+        include: which modules to replace, by default all: a pattern such as ``"encoder.*"`` for their paths, a list
+            of patterns, or a predicate ``(path, module) -> bool``.
+        exclude: which modules to leave alone, given likewise.
+        **options: options of the recurrent modules, such as ``placement``, ``eps``, ``zoneout`` or ``backend``, see
+            ``lamina.LSTM``. An option that does not suit one of the modules is refused before anything is changed.
 
     Returns:
         (model, changes): ``print(changes)`` shows what was replaced and what was left alone, such as a subclass
@@ -114,7 +131,8 @@ def convert(model: nn.Module, norm: str | None = "layer", *, layer_norm: bool = 
         raise TypeError(f"convert takes a torch.nn.Module, got {describe(model)}. Pass the model itself.")
     one_of("norm", norm, NORMS)
     _check_options(options)
-    plan = _plan(model, {"norm": norm, **options}, layer_norm)
+    plan = _plan(model, {"norm": norm, **options}, layer_norm, {"include": include, "exclude": exclude})
+    _warn_of_another_function(plan, {"norm": norm, **options})
     changes = [_change(plan.paths[old], old, new) for old, new in plan.replacements.items()]
     for old, new in plan.replacements.items():
         _move_hooks(old, new)
@@ -134,18 +152,74 @@ def _check_options(options: Mapping[str, Any]) -> None:
         one_of("an option of convert", name, known)
 
 
-def _plan(model: nn.Module, options: dict[str, Any], layer_norm: bool) -> _Plan:
+def _plan(model: nn.Module, options: dict[str, Any], layer_norm: bool, selections: Mapping[str, Selection]) -> _Plan:
     plan = _Plan(paths=_paths(model))
     kinds = (*RECURRENT, RecurrentModule, *((nn.LayerNorm, LayerNorm) if layer_norm else ()))
-    for path, module in model.named_modules():
-        if not isinstance(module, kinds):
-            continue
-        reason = _reason_to_skip(module)
+    candidates = {module: plan.paths[module] for module in model.modules() if isinstance(module, kinds)}
+    for name, selection in selections.items():
+        _check_selection(name, selection, [path for paths in candidates.values() for path in paths])
+    for module, paths in candidates.items():
+        reason = _reason_not_chosen(paths, module, **selections) or _reason_to_skip(module)
         if reason is None:
             plan.replacements[module] = _replacement(module, options)
         else:
-            plan.skipped.append(Skipped(path, _kind(module), reason))
+            plan.skipped.append(Skipped(paths[0], _kind(module), reason))
     return plan
+
+
+def _check_selection(name: str, selection: Selection, paths: Sequence[str]) -> None:
+    """Raise unless ``selection`` is a predicate or patterns that each match a module."""
+    if isinstance(selection, type) or not (selection is None or callable(selection) or isinstance(selection, Iterable)):
+        raise TypeError(
+            f"{name} must be a pattern, a list of patterns or a predicate, got {describe(selection)}. "
+            "Pass for example 'encoder.*' or lambda path, module: isinstance(module, nn.LSTM)."
+        )
+    for pattern in _patterns(selection):
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            known = ", ".join(map(repr, paths[:12])) or "none"
+            raise fail(f"{name} must match a module to convert", repr(pattern), f"Their paths are: {known}.")
+
+
+def _patterns(selection: Selection) -> Sequence[str]:
+    if selection is None or callable(selection):
+        return ()
+    return (selection,) if isinstance(selection, str) else selection
+
+
+def _matches(selection: Selection, paths: Sequence[str], module: nn.Module) -> bool:
+    if callable(selection):
+        return any(selection(path, module) for path in paths)
+    return any(fnmatchcase(path, pattern) for path in paths for pattern in _patterns(selection))
+
+
+def _reason_not_chosen(paths: Sequence[str], module: nn.Module, include: Selection, exclude: Selection) -> str | None:
+    if include is not None and not _matches(include, paths, module):
+        return "is not among include="
+    return "is among exclude=" if _matches(exclude, paths, module) else None
+
+
+def _warn_of_another_function(plan: _Plan, options: Mapping[str, Any]) -> None:
+    """Warn that trained modules will compute something else, before anything is changed."""
+    same = options["norm"] is None or (options["norm"] == "weight" and options.get("gain_init") is None)
+    if same and not options.get("zoneout"):
+        return
+    trained = [plan.paths[old][0] or "the model itself" for old in plan.replacements if _trained(old)]
+    if trained:
+        warnings.warn(
+            f"convert with norm={options['norm']!r} changes what the model computes, and these modules have weights "
+            f"that were trained or set by hand: {', '.join(trained)}. Fine-tune the converted model, with an "
+            "optimiser made after convert, or pass norm=None to keep its function.",
+            stacklevel=3,
+        )
+
+
+def _trained(module: nn.Module) -> bool:
+    """Whether a weight lies outside the interval from which torch.nn draws fresh ones, +-1/sqrt(hidden_size)."""
+    if type(module) not in RECURRENT:
+        return False
+    bound = 1.01 / math.sqrt(module.hidden_size or 1)  # type: ignore[arg-type]  # 1 %: rounding to bfloat16
+    weights = [p for name, p in module.named_parameters() if name.startswith("weight_") and not p.is_meta]
+    return any(bool((weight.detach().abs() > bound).any()) for weight in weights)
 
 
 def _paths(model: nn.Module) -> dict[nn.Module, list[str]]:

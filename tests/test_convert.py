@@ -89,6 +89,7 @@ def test_without_a_norm_the_numbers_stay(kind: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:convert with norm=")  # the weights of build() are as if trained
 @pytest.mark.parametrize("norm", ["layer", "batch", "weight"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "norm" not in kind and kind != "lstm_unbatched"])
 def test_with_a_norm_it_is_the_layer_one_would_have_built(kind: str, norm: str) -> None:
@@ -153,6 +154,80 @@ def test_layer_norms_can_stay() -> None:
     _, changes = convert(model, layer_norm=False)
     assert len(changes) == 4
     assert type(model.block.norm1) is nn.LayerNorm
+
+
+def trained(model: nn.Module, x: Tensor) -> nn.Module:
+    """A few updates away from 0; ten weights leave the interval of fresh ones later than a hundred thousand."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (-sum(t.square().sum() for t in tensors(model(x)))).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("kind", ["lstm_proj", "gru", "rnn_both_ways", "rnn_cell", "lstm_cell"])
+def test_a_trained_module_warns_before_anything_is_changed(kind: str) -> None:
+    make, _, shape = KINDS[kind]
+    x = torch.randn(shape, dtype=torch.float64)
+    model = nn.Sequential(make())
+    convert(copy.deepcopy(model))  # fresh weights lose nothing: no warning, or the test would fail
+    convert(copy.deepcopy(model).bfloat16())
+    with pytest.warns(UserWarning, match=r"norm='batch'.*by hand: 0\. Fine-tune.*norm=None") as caught:
+        convert(trained(copy.deepcopy(model), x), "batch")
+    assert caught[0].filename == __file__
+    trained(model, x)
+    with pytest.raises(UserWarning, match="optimiser made after convert"):  # the filter makes an error of it
+        convert(model)
+    assert type(model[0]).__module__.startswith("torch.nn")
+    expected = tensors(model(x))
+    for norm in (None, "weight"):
+        for ours, theirs in zip(tensors(convert(copy.deepcopy(model), norm).model(x)), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    with pytest.warns(UserWarning, match="changes what the model computes"):
+        convert(model, "weight", gain_init=1.0)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "converted"),
+    [
+        ({"include": "rnns.*"}, ["rnns.0", "rnns.1"]),
+        ({"include": ["rnns.1", "cells.*"]}, ["rnns.1", "cells.a", "cells.b.0"]),
+        ({"exclude": "block*"}, ["rnns.0", "rnns.1", "cells.a", "cells.b.0"]),
+        ({"include": "*s.*", "exclude": ["*.a", "rnns.0"]}, ["rnns.1", "cells.b.0"]),
+        ({"include": lambda path, module: isinstance(module, nn.LSTMCell)}, ["cells.a"]),
+        ({"exclude": lambda path, module: not path.startswith("rnns")}, ["rnns.0", "rnns.1"]),
+    ],
+)
+def test_modules_are_chosen_by_pattern_or_predicate(chosen: dict[str, Any], converted: list[str]) -> None:
+    model = Model()
+    before = dict(model.named_modules())
+    _, changes = convert(model, **chosen)
+    assert [c.path for c in changes] == converted
+    assert len(changes) + len(changes.skipped) == 6
+    assert all("include=" in s.reason or "exclude=" in s.reason for s in changes.skipped)
+    assert all(model.get_submodule(s.path) is before[s.path] for s in changes.skipped)
+
+
+def test_a_shared_module_is_chosen_by_any_of_its_names() -> None:
+    rnn = nn.GRU(4, 4)
+    model = nn.ModuleDict({"a": rnn, "b": rnn})
+    assert len(convert(copy.deepcopy(model), exclude="b").changes) == 0
+    assert len(convert(model, include="b").changes) == 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "error", "message"),
+    [
+        ({"include": "rnn"}, InputError, r"include must match a module to convert, got 'rnn'. .*'rnns.0', 'rnns.1'"),
+        ({"exclude": ["rnns.0", "head"]}, InputError, "exclude must match a module to convert, got 'head'"),
+        ({"include": nn.LSTM}, TypeError, "include must be a pattern, a list of patterns or a predicate.*isinstance"),
+        ({"exclude": 3}, TypeError, "exclude must be a pattern"),
+    ],
+)
+def test_a_choice_of_nothing_is_refused(chosen: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        convert(Model(), **chosen)
 
 
 def test_again_changes_nothing() -> None:
