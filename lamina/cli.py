@@ -15,11 +15,13 @@ try:
     import typer
     from typer.core import TyperGroup
 except ImportError as missing:
-    print(f"lamina: the command line needs {missing.name}, got none. Run `pip install 'lamina[lab]'`.", file=sys.stderr)
+    from .errors import not_installed
+
+    print(f"lamina: {not_installed(missing.name)}", file=sys.stderr)
     raise SystemExit(2) from None
 
 from . import cli_run
-from .errors import InputError, RunError, fail, one_of
+from .errors import InputError, RunError, fail, not_installed, one_of
 from .plan import DeviceOption, How, processes, rank, writable_folder
 from .screen import KINDS, say, show_notes, show_report, table
 from .sheets import SHEETS, Sheet
@@ -99,7 +101,7 @@ def _told(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError):
         return f"{error.filename or 'the system'}: {error.strerror or error}", 1
     if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] in LAB:
-        return f"this needs {error.name}, got none. Run `pip install 'lamina[lab]'`.", 2
+        return not_installed(error.name), 2
     if isinstance(error, MemoryError) or any(words in str(error) for words in ("out of memory", "allocate memory")):
         return f"not enough memory. Take a smaller network or batch ({error})", 1
     return None

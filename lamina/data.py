@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from . import formats
-from .errors import fail, one_of
+from .errors import InputError, fail, not_installed, one_of
 from .formats import CIFAR_FILES, CIFAR_FOLDER, SPLITS, Array, BadFile, Contents, Reader, digest
 
 EMBEDDED = "embedded"
@@ -247,7 +247,7 @@ def _split_digits() -> tuple[Array, Array]:
     try:
         digits = import_module("sklearn.datasets").load_digits()
     except ImportError:
-        raise fail("embedded data needs scikit-learn", "none installed", "Run `pip install 'lamina[lab]'`.") from None
+        raise InputError(f"The embedded data are scikit-learn's digits. {not_installed('sklearn')}") from None
     labels = digits.target
     ranks, sizes = np.empty(len(labels)), np.bincount(labels)[labels]
     shuffled = np.random.RandomState(0).permutation(len(labels))  # a legacy generator: its numbers are frozen

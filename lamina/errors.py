@@ -28,6 +28,16 @@ def fail(rule: str, received: object, remedy: str) -> InputError:
     return InputError(f"{rule}, got {received}. {remedy}")
 
 
+def not_installed(module: str | None) -> str:
+    """Say that an optional module is missing, and how to install it alone or with the rest of the lab."""
+    name = str(module).partition(".")[0]
+    package = {"sklearn": "scikit-learn"}.get(name, name)
+    return (
+        f"{package} is not installed. Run `pip install {package}`, or `pip install 'lamina-nn[lab]'` for everything "
+        "that the experiments and the command line need."
+    )
+
+
 def one_of(what: str, value: object, allowed: Iterable[Any]) -> None:
     """Raise unless ``value`` is among ``allowed``; suggest the nearest name."""
     options = list(allowed)

@@ -98,6 +98,14 @@ def test_every_readme_block_runs_and_prints_what_it_says(capsys):
         assert line in printed
 
 
+def test_install_commands_name_the_distribution():
+    """`lamina` is somebody else's project on the package index: `pip install lamina` would fetch that."""
+    assert re.search(r'^name = "lamina-nn"', (ROOT / "pyproject.toml").read_text(), flags=re.M)
+    files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("lamina/**/*.py")]
+    wrong = [f.name for f in files if re.search(r"pip install [\"']?lamina(?!-nn)|lamina\[", f.read_text())]
+    assert wrong == []
+
+
 def readme_commands():
     text = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)

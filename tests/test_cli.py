@@ -260,7 +260,11 @@ def test_jobs_under_a_launcher(capsys, monkeypatch, tmp_path):
         (MemoryError("x"), 1, "not enough memory"),
         (RuntimeError("CUDA out of memory. Tried to\nallocate"), 1, "smaller network"),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (ModuleNotFoundError("no", name="accelerate.utils"), 2, "lamina[lab]"),
+        (
+            ModuleNotFoundError("no", name="accelerate.utils"),
+            2,
+            "accelerate is not installed. Run `pip install accelerate`, or `pip install 'lamina-nn[lab]'`",
+        ),
     ],
 )
 def test_errors_on_the_way(capsys, monkeypatch, tmp_path, error, code, part):
@@ -269,6 +273,14 @@ def test_errors_on_the_way(capsys, monkeypatch, tmp_path, error, code, part):
 
     monkeypatch.setattr(workers, "carry_out", fails)
     assert part in one_line(capsys, [*SMALL, "--runs", tmp_path], code)
+
+
+@pytest.mark.parametrize("module", ["typer", "rich"])
+def test_the_command_without_a_package_of_the_lab(module):
+    code = f"import sys; sys.modules[{module!r}] = None; import lamina.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"lamina: {module} is not installed. Run `pip install {module}`, or")
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, tmp_path):

@@ -681,7 +681,7 @@ def test_the_binarised_stand_in():
 
 def test_the_stand_in_says_when_scikit_learn_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(InputError, match=r"scikit-learn.*lamina\[lab\]"):
+    with pytest.raises(InputError, match=r"pip install scikit-learn`.*lamina-nn\[lab\]"):
         data.load("mnist", "embedded")
 
 

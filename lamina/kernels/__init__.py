@@ -193,7 +193,7 @@ def _numba_obstacle(request: Request, forced: bool) -> str:
     if request.device.type != "cpu":
         return "numba's kernels run on CPUs only"
     if not HAS_NUMBA:
-        return "numba is not installed (pip install 'lamina[cpu]')"
+        return "numba is not installed (pip install numba)"
     if request.dtype not in CPU_DTYPES:
         return f"the kernels compute in float32 and float64, not {str(request.dtype).removeprefix('torch.')}"
     return _cpu_cell_obstacle(request, forced) or _common_obstacle(request)
