@@ -304,6 +304,9 @@ def _run_as(call: Recurrence, choice: Choice) -> SequenceResult:
     if choice.backend in ("triton", "numba"):
         from .kernels import fused  # Triton and numba are imported where they are used
 
+        if choice.ragged_eager and not (call.lengths is None and call.resets is None):
+            with fused.passes.ragged_eager():
+                return fused.run(call, choice.path)
         return fused.run(call, choice.path)
     return opaque.run(call) if choice.opaque else reference.evaluate(call)
 

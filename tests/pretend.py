@@ -181,6 +181,7 @@ CASES = {
     "GRU": lambda: trained("GRU", (8, 4, 400, 400), torch.float32),
     "both directions": lambda: trained("LSTM", (64, 4, 512, 512), torch.bfloat16, backend="triton", bidirectional=True),
     "ragged": lambda: trained("GRU", (64, 4, 512, 512), torch.bfloat16, 5, True, backend="triton", bidirectional=True),
+    "ragged auto": lambda: trained("GRU", (8, 4, 400, 400), torch.bfloat16, 5, True),
     "ragged steps": lambda: trained("LSTM", (128, 3, 640, 2400), torch.bfloat16, 2, True),
     "three layers": lambda: trained("LSTM", (64, 60, 512, 512), torch.bfloat16, backend="triton", num_layers=3),
     "steps": lambda: trained("LSTM", (128, 3, 640, 2400), torch.bfloat16, 2),

@@ -6,11 +6,13 @@ What only a GPU can show is in test_passes.py; here, that a backward pass may us
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 import lamina
+from lamina import functional, kernels
 from lamina.kernels import passes, plans, precision, replay, walk
 from lamina.kernels.precision import Product
 
@@ -172,6 +174,28 @@ def assert_served(layer, x, acting):
         with replay.off():
             wanted = everything(layer, x, **now)
         assert_equal(everything(layer, x, **now), wanted)
+
+
+@pytest.mark.parametrize("acting", [ragged, restarted])
+def test_ragged_passes_are_captured_by_name_only(acting, monkeypatch):
+    """No GPU has measured these graphs yet, so backend="auto" does without them."""
+    layer, x = layer_and_input("LSTM")
+    chosen = functional.choose
+    monkeypatch.setattr(functional, "choose", lambda *given: replace(chosen(*given), ragged_eager=True))
+    assert_served(layer, x, acting)
+    assert Again.replays == 0
+    assert_served(layer, x, dict)
+    assert Again.replays == 4 + 3
+
+
+def test_auto_says_that_ragged_passes_are_not_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: kernels.HOPPER)
+    monkeypatch.setattr("lamina.kernels.plans.path_for", lambda request: ("persistent", "one launch"))
+    request = kernels.Request("recurrence", torch.device("cuda"), torch.float32, cell="LSTM", norm="layer")
+    auto, named = kernels.choose(request), kernels.choose(request, "triton")
+    assert (auto.ragged_eager, named.ragged_eager) == (True, False)
+    assert "lengths or resets have yet to be measured; backend='triton' captures them" in auto.reason
+    assert "lengths" not in named.reason
 
 
 def test_a_pass_with_other_lengths_before_a_backward_pass(path):

@@ -36,10 +36,12 @@ def test_launches_reach_the_driver(tmp_path):
     # forward, two backward.
     parts = [*wavefront.launches(3, 60, 3, False), *wavefront.launches(3, 60, 2, True)]
     assert dict(zip(names, waiting)) == {
-        "LSTM": 2 * 2 + 2 + 1, "GRU": 2, "both directions": 2, "ragged": 2 * 2 + 2 + 1, "ragged steps": 0,
+        "LSTM": 2 * 2 + 2 + 1, "GRU": 2, "both directions": 2, "ragged": 2 * 2 + 2 + 1,
+        "ragged auto": 5 * 2, "ragged steps": 0,
         "three layers": len(parts), "steps": 0, "recompute": 1 + 2 * 4, "cell": 0, "layer norm": 0, "refused": 0,
     }  # fmt: skip
     # Forward from the third call on, backward from the fourth.
     assert replayed[names.index("LSTM")] == replayed[names.index("ragged")] == 3 + 2
+    assert replayed[names.index("ragged auto")] == 0
     assert (launched[names.index("cell")], quick[names.index("cell")]) == (3 * 3, 2 * 3)
     assert launched[names.index("layer norm")] - quick[names.index("layer norm")] == 3

@@ -172,6 +172,14 @@ def test_ragged_and_restarted_passes(cell, hidden, options):
     assert spaces() >= 1
 
 
+def test_ragged_passes_are_captured_by_name_only():
+    """No record has their time yet."""
+    layer, x = layer_and_input()
+    for _ in range(4):
+        everything(layer, x, **acting())
+    assert spaces() == 0
+
+
 @pytest.mark.parametrize("hidden", [40, 2400])
 def test_nobody_waits_for_the_device_in_a_ragged_step(hidden):
     """Lengths that lie on the host are looked at there, and travel behind what the device has still to do."""

@@ -18,6 +18,9 @@ CPU_DTYPES = (torch.float32, torch.float64)
 LARGE_NORM = 2**28  # bytes of a layer norm's input from which a call of our kernel is the shorter one, host and all
 SMALL_CELL = 2**17  # numbers of a recurrent matrix up to which a cell's step on a CPU is better fused
 COMPILED_CELL = "torch.compile makes kernels of a cell's plain operations and of what is around them"
+UNMEASURED_RAGGED = (
+    "graphs of short passes with lengths or resets have yet to be measured; backend='triton' captures them"
+)
 WIDEST_CELL = 8192  # units of a row that a program holds with all its gates
 WIDE_NORM = 8192  # numbers of a row that our kernels read once, there and back
 
@@ -61,6 +64,7 @@ class Choice:
     opaque: bool = False  # runs inside a custom op that a compiler does not look into
     path: str = ""  # of the triton backend: "persistent", "steps" or "cell"; of numba: "cpu"
     sides: int = 1  # recurrences that share a launch
+    ragged_eager: bool = False  # a pass with lengths or resets is not captured as a CUDA graph
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.reason}"
@@ -244,7 +248,9 @@ def _fused(request: Request, backend: str, forced: bool) -> Choice:
     if halves(request.dtype, request.nonlinearity):
         why += "; recurrent products with TF32's digits, as scaled float16"
     sides, how = _sides(request, path, forced)
-    return Choice("triton", f"{named}{why}{how}{again}", path=path, sides=sides)
+    if not forced:
+        how += f"; {UNMEASURED_RAGGED}"
+    return Choice("triton", f"{named}{why}{how}{again}", path=path, sides=sides, ragged_eager=not forced)
 
 
 def _sides(request: Request, path: str, forced: bool) -> tuple[int, str]:

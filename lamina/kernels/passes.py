@@ -6,7 +6,8 @@ captured: from then on a pass is a copy in, one launch and a copy out. What a gr
 leased by a forward pass and given back when nothing can ask for its backward pass any more. Lengths and restarts have
 a place there as the input has.
 
-Not captured: long or large problems, masks, and what a stream's owner captures already.
+Not captured: long or large problems, masks, what a stream's owner captures already, and, unless backend="triton" was
+asked for, passes with lengths or resets: no GPU has measured those yet.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from . import replay, walk
 from .forms import Setting
 from .given import COUNT, EXTRAS
 from .precision import Product, formed, tf32_wanted
+from .switch import Switch
 
 Given = Tensor | None
 Backward = Callable[..., list[Given | Product]]
@@ -42,6 +44,7 @@ ALL_SPACES = 16
 ALL_MEMORY = 1 / 20  # of a device's, for all of them
 
 SMALL = ("lengths", "resets")  # of what may act on a recurrence
+ragged_eager = Switch()  # do not capture passes with lengths or resets in this thread
 MATRIX = 6  # where the recurrent matrix stands in what a forward pass gives
 
 _kinds: OrderedDict[Hashable, Kind] = OrderedDict()
@@ -53,7 +56,7 @@ def lease(
 ) -> Lease | None:
     """Memory and graphs for this call, as ``walker`` walks it; None where it had better be launched as it is."""
     x, weight, matrix = tensors[0], tensors[3], tensors[4]
-    if x is None or weight is None or matrix is None or _has_masks(extras):
+    if x is None or weight is None or matrix is None or not _may_be_captured(extras):
         return None
     share = _share(x, weight, matrix) * len(tensors) / COUNT
     if x.shape[0] > LONGEST or share > LARGEST or not _can_be_captured(x) or _saves_otherwise():
@@ -71,9 +74,10 @@ def lease(
         return found
 
 
-def _has_masks(extras: Sequence[Given]) -> bool:
-    """Whether there is more than lengths and resets: masks are as large as the states of all steps."""
-    return any(e is not None and EXTRAS[at % len(EXTRAS)] not in SMALL for at, e in enumerate(extras))
+def _may_be_captured(extras: Sequence[Given]) -> bool:
+    """Return whether a graph may take all extras. Masks are too large: they have the size of all steps' states."""
+    allowed = () if ragged_eager else SMALL
+    return all(e is None or EXTRAS[at % len(EXTRAS)] in allowed for at, e in enumerate(extras))
 
 
 def _make_room(current: Kind) -> None:
