@@ -158,6 +158,14 @@ def _read(out: Path) -> Case:
         raise SystemExit(f"{out} is no record ({error}): remove it, or measure without --keep.") from None
 
 
+def source(record: Case) -> str:
+    """Machine, versions and commit of a record, for the README's tables."""
+    made = record["environment"]
+    machine, versions = made["machine"], made["versions"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    return f"{where}, torch {versions['torch']}, commit {made['commit'][:12]}"
+
+
 def _key(case: Case) -> str:
     return json.dumps(case, sort_keys=True)
 

@@ -398,7 +398,18 @@ def readme(record: dict[str, Any]) -> str:
     for name, end in (("geometric mean", ""), ("geometric mean of \\*", ", cuDNN persistent")):
         lines.append([name, *(f"{means[k + end]['mean']:.2f}" if k + end in means else "-" for k in kinds)])
     first = _markdown(["batch, steps, inputs, units", *kinds], lines)
-    return f"{first}\n\n{_markdown(['', 'least', 'geometric mean', 'most', 'cases'], _against(rows))}"
+    second = _markdown(["", "least", "geometric mean", "most", "cases"], _against(rows))
+    return f"{first}\n\n{second}\n\n{_memory(rows)} All of this: {growing.source(record)}."
+
+
+def _memory(rows: list[dict[str, Any]]) -> str:
+    """Peak memory over cuDNN's, in a sentence."""
+    peaks = [row["peak_megabytes"][OURS] / row["peak_megabytes"][CUDNN] for row in rows]
+    mean = math.exp(statistics.fmean(map(math.log, peaks)))
+    return (
+        f"A training step's peak memory is {min(peaks):.2f} to {max(peaks):.2f} of cuDNN's, {mean:.2f} in the "
+        f"geometric mean; it is higher than cuDNN's in {sum(peak > 1 for peak in peaks)} of {len(peaks)} cases."
+    )
 
 
 def _against(rows: list[dict[str, Any]]) -> list[list[str]]:

@@ -32,6 +32,7 @@ import lamina
 from lamina import records
 
 sys.path.insert(0, str(Path(__file__).parent))
+import growing
 from speed import eager_gru, eager_lstm
 
 # batch, steps, inputs, units
@@ -335,17 +336,25 @@ def _besides(record: dict[str, Any]) -> str:
         1 / row[f"{kind}_ratio_to_step_by_step"]
         for row in rows if row["shape"] == [1, 100, 128, 128] for kind in ("inference", "training")
     ]  # fmt: skip
-    peaks = [one["ratio"] for one in record["memory"] if one["cell"] == "LSTM"]
     stream, cell = _middle(frames, "128", "stream"), _middle(frames, "128", "cell")
     cold, warm = (statistics.median(calls[kind]) for kind in ("cold", "warm"))
     return (
         f"Against the same layer step by step {min(loops):.1f} to {max(loops):.0f} times as fast, at least "
         f"{min(small):.1f} times for one case of 128 units. `lamina.stream(layer)` takes one frame at a time: "
         f"{stream:.1f} microseconds for an LSTM of 128 units, {cell / stream:.1f} times as fast as `nn.LSTMCell`, "
-        "with the sequence call's numbers bit for bit. A "
-        f"training step's peak memory is {min(peaks):.2f} to {max(peaks):.2f} of `nn.LSTM`'s; the very first takes "
-        f"{cold:.1f} seconds to compile, later processes {warm:.2f}."
+        f"with the sequence call's numbers bit for bit. A training step's peak memory is {_memory(record)}. The very "
+        f"first step takes {cold:.1f} seconds to compile, the first of later processes {warm:.2f}. All of this: "
+        f"{growing.source(record)}."
     )
+
+
+def _memory(record: dict[str, Any]) -> str:
+    """The range of peak memory over that of torch.nn, for each cell."""
+    ranges = []
+    for cell in dict.fromkeys(one["cell"] for one in record["memory"]):
+        peaks = [one["ratio"] for one in record["memory"] if one["cell"] == cell]
+        ranges.append(f"{min(peaks):.2f} to {max(peaks):.2f} of `nn.{cell}`'s")
+    return f"{', '.join(ranges[:-1])} and {ranges[-1]}"
 
 
 def main(words: list[str]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +32,18 @@ def environment() -> dict[str, Any]:
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "gpu": _gpu(), "system": _system()},
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def changed_since(commit: str, files: Sequence[str]) -> bool | None:
+    """Return whether ``files`` (pathspecs below the package) differ from ``commit``'s; None where git cannot tell.
+
+    Git cannot tell without a repository, or in a shallow one that lacks the commit. Anything but a commit's name is
+    kept from git's command line.
+    """
+    if not re.fullmatch("[0-9a-f]{7,64}", commit) or not _git("ls-files", "--error-unmatch", "__init__.py"):
+        return None
+    changed = _git("diff", "--name-only", commit, "--", *files)
+    return None if changed is None else bool(changed)
 
 
 def _git(*arguments: str) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import figures, records, verdicts
+from . import figures, records, staleness, verdicts
 from .errors import InputError, fail
 from .records import Record
 from .sheets.results import Sample
@@ -64,6 +64,7 @@ class Section:
     provenance: list[tuple[str, str]] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)
     runs: str = ""
 
     def count(self, held: bool | None) -> int:
@@ -93,7 +94,10 @@ def build(
         raise fail("a report needs runs or records", f"no runs under {places}{said}", "Begin with: lamina run mnist")
     found = found if until is None else [records.cut(record, until) for record in found]
     out = Path(out)
-    sections = [_section(record, notes) for record in _in_order(found)]
+    ordered = _in_order(found)
+    sections = [_section(record, notes) for record in ordered]
+    for section, record in zip(sections, ordered):
+        section.stale = list(staleness.marks(record))
     drawn = _save_figures(sections, out / "figures")
     saved = tuple(records.save(record, out) for record in found if records.name(record) in fresh)
     page, text = out / "report.html", Path(markdown) if markdown is not None else out / "RESULTS.md"

@@ -1,0 +1,95 @@
+"""Records whose code has changed since: which files count, and what is said where git cannot tell."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lamina import environment, staleness
+
+PACKAGE = Path(staleness.__file__).parent
+FILES = ("__init__.py", "functional.py", "kernels/sequence.py", "kernels/cpu_rows.py", "train.py", "data.py")
+GPU, CPU = {"kind": "bench", "name": "sequence"}, {"kind": "bench", "name": "cpu"}
+RUNS = {"kind": "experiment", "experiment": "mnist"}
+
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="asks git")
+
+
+def git(folder, *words):
+    options = ("-c", "user.name=a", "-c", "user.email=a@b.example", "-c", "commit.gpgsign=false")
+    done = subprocess.run(["git", "-C", folder, *options, *words], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package in a repository with one commit, in place of ours."""
+    folder = tmp_path / "repository" / "lamina"
+    for name in FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("a = 1\n")
+    git(tmp_path, "init", "-q", "repository")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "first")
+    monkeypatch.setattr(environment, "__file__", str(folder / "environment.py"))
+    return folder
+
+
+def marks(commit, *kinds):
+    return [[mark.split(":")[0] for mark in staleness.marks({**k, "environment": {"commit": commit}})] for k in kinds]
+
+
+@pytest.mark.parametrize(
+    ("file", "stale"),
+    [
+        ("functional.py", (True, True, False)),
+        ("kernels/sequence.py", (True, False, False)),
+        ("kernels/cpu_rows.py", (False, True, False)),
+        ("train.py", (False, False, True)),
+        ("__init__.py", (False, False, False)),
+    ],
+)
+def test_a_record_is_stale_when_a_file_that_it_covers_has_changed(package, file, stale):
+    first = git(package, "rev-parse", "HEAD")
+    assert marks(first, GPU, CPU, RUNS) == [[], [], []]
+    (package / file).write_text("a = 2\n")
+    wanted = [["Stale"] if each else [] for each in stale]
+    assert marks(first, GPU, CPU, RUNS) == wanted
+    git(package, "commit", "-q", "-a", "-m", "second")
+    assert marks(first, GPU, CPU, RUNS) == wanted
+    assert marks(git(package, "rev-parse", "HEAD"), GPU, CPU, RUNS) == [[], [], []]
+
+
+def test_what_git_cannot_tell_is_said(package, monkeypatch, tmp_path):
+    first = git(package, "rev-parse", "HEAD")
+    assert marks("0" * 40, GPU) == marks("--output=x", GPU) == [["Not checked"]]
+    assert marks(None, GPU) == [[]]  # the report says "commit not recorded"
+    (package / "train.py").write_text("a = 2\n")
+    git(package, "commit", "-q", "-a", "-m", "second")
+    git(tmp_path, "clone", "-q", "--depth", "1", package.parent.as_uri(), "shallow")
+    for folder in (tmp_path / "shallow" / "lamina", tmp_path):
+        monkeypatch.setattr(environment, "__file__", str(folder / "environment.py"))
+        assert marks(first, GPU) == [["Not checked"]]
+
+
+def test_each_commit_of_a_record_is_told_of(package):
+    first = git(package, "rev-parse", "HEAD")
+    (package / "train.py").write_text("a = 2\n")
+    git(package, "commit", "-q", "-a", "-m", "second")
+    commits = [first, git(package, "rev-parse", "HEAD"), "f" * 40]
+    found = [*staleness.marks({**RUNS, "environments": [{"commit": commit} for commit in commits]})]
+    assert found == [
+        f"Stale: made at commit {first[:12]}; the training code or the layers that it trains changed after it.",
+        "Not checked: whether the training code or the layers that it trains changed after commit ffffffffffff. Git "
+        "does not know it here.",
+    ]
+
+
+@pytest.mark.parametrize("code", dict.fromkeys(staleness.COVERED.values()), ids=lambda code: code.name)
+def test_covered_files_exist(code):
+    """A file that was renamed would be covered no more."""
+    paths = [file for file in code.files if file != "." and not file.startswith(":!")]
+    assert [path for path in paths if not [*PACKAGE.glob(path)]] == []
