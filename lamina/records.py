@@ -74,7 +74,7 @@ def collect(folders: Iterable[str | os.PathLike[str]], notes: list[str] | None =
         if read is not None:
             data = read.header["data"]
             groups[read.header["experiment"], data["name"], data["kind"]].append(read)
-    records = [_record(group, said) for _, group in sorted(groups.items())]
+    records = [record for _, group in sorted(groups.items()) if (record := _record(group, said))["runs"]]
     if notes is None:
         print(*said, sep="\n", end="\n" if said else "", file=sys.stderr)
     return records
@@ -237,9 +237,9 @@ def data_notes(data: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def without_doubles(runs: Sequence[tuple[dict[str, Any], str]], notes: list[str]) -> list[dict[str, Any]]:
-    """One run for each setting and seed: the finished one, else the longer."""
+    """Return one run for each setting and seed: the finished one, else the longer. Damaged runs are left out."""
     kept: dict[str, tuple[dict[str, Any], str]] = {}
-    for run, shown in runs:
+    for run, shown in _undamaged(runs, notes):
         settings = {key: value for key, value in run["config"].items() if key not in BOOKKEEPING}
         key = json.dumps([settings, run["seed"]], sort_keys=True)
         if key not in kept:
@@ -253,6 +253,19 @@ def without_doubles(runs: Sequence[tuple[dict[str, Any], str]], notes: list[str]
                 f"{kept[key][1]}: seed {run['seed']} is in {lost} too, which is left out (not finished or shorter)"
             )
     return [run for run, _ in kept.values()]
+
+
+def _undamaged(runs: Iterable[tuple[dict[str, Any], str]], notes: list[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Leave out finished runs whose last evaluation is not their last update: part of their metrics is lost."""
+    for run, shown in runs:
+        last = (run["curve"].get("step") or [0])[-1]
+        if run["finished"] and run.get("steps", last) != last:
+            notes.append(
+                f"{shown}: seed {run['seed']} is damaged and left out. It finished at update {run['steps']:,}, but its "
+                f"last evaluation is at {last:,}. Train it again with --restart."
+            )
+        else:
+            yield run, shown
 
 
 def cut(record: Record, until: float) -> Record:

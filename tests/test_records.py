@@ -217,6 +217,20 @@ class TestCollect:
         assert only(record["runs"])["finished"] is False
         assert "summary.json" in only(notes)
 
+    @pytest.mark.parametrize("lost", [1, 9, 24])
+    def test_a_finished_run_whose_metrics_were_cut_is_damaged(self, tmp_path, lost):
+        """Its last value is from the middle of training: it counts in nothing."""
+        write_run(tmp_path)
+        folder = write_run(tmp_path, seeds=(1,))
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "metrics.jsonl").write_text("".join(lines[:-lost]))
+        record, notes = collected(tmp_path)
+        assert [run["seed"] for run in record["runs"]] == [0]
+        assert {entry["n"] for entry in record["summary"]} == {1}
+        last = f"{430 * ((24 - lost) // 2):,}"
+        assert "layer-batch_size128-seed1: seed 1 is damaged and left out" in only(notes)
+        assert f"finished at update 5,160, but its last evaluation is at {last}." in only(notes)
+
     def test_values_that_are_not_finite_are_null(self, tmp_path):
         folder = write_run(tmp_path, points=2)
         lines = (folder / "metrics.jsonl").read_text().splitlines()

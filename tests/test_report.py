@@ -199,6 +199,19 @@ print(*(name in sys.modules for name in ("torch", "matplotlib.pyplot")))
         assert done.notes == ()
         assert done.markdown.read_bytes() == first
 
+    def test_a_damaged_run_in_a_record_is_left_out_and_named(self, tmp_path):
+        """As records hold them that were made before damage was looked for."""
+        write_run(tmp_path / "runs", seeds=(0, 1))
+        path = build(tmp_path).records[0]
+        record = json.loads(path.read_text())
+        record["runs"][1]["steps"] += 1
+        path.write_text(json.dumps(record))
+        done = report.build([path], tmp_path / "second")
+        assert "seed 1 is damaged and left out" in only(list(done.notes))
+        text = done.markdown.read_text(encoding="utf-8")
+        assert cells(text, "layer norm, batch size 128")[1].endswith("(1)")
+        assert "seed 1 is damaged" in text
+
     def test_a_record_and_further_runs_make_one_section(self, tmp_path):
         write_run(tmp_path / "runs")
         old = build(tmp_path).records[0].rename(tmp_path / "old.json")
@@ -435,6 +448,8 @@ class TestFigures:
         folder = write_run(tmp_path, seeds=(1,))
         lines = (folder / "metrics.jsonl").read_text().replace('"step": ', '"step": 9')
         (folder / "metrics.jsonl").write_text(lines)
+        summary = {**json.loads((folder / "summary.json").read_text()), "steps": 95160}
+        (folder / "summary.json").write_text(json.dumps(summary))
         line = only(self.lines(tmp_path))
         assert "no common times" in line.label
         assert (line.runs.size, len(line.loose)) == (0, 2)
