@@ -39,7 +39,8 @@ def _add_run_command(sheet: Sheet) -> None:
     first = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     how = inspect.signature(How, eval_str=True).parameters.values()
     parameters = [first, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *how))]
-    command.__doc__ = f"{sheet.title} (section {sheet.section}). {sheet.about}"
+    defaults = dataclasses.asdict(sheet.config())
+    command.__doc__ = f"{sheet.title} (section {sheet.section}). {sheet.described([defaults])}"
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     run_app.command(sheet.name, short_help=f"{sheet.title} (section {sheet.section})")(command)

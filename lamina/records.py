@@ -15,7 +15,8 @@ from typing import Any
 
 from .environment import environment
 from .errors import fail
-from .verdicts import BOOKKEEPING, Record, find_sheet, judged, label, results, rounded, summarise, variants
+from .sheets.results import BOOKKEEPING
+from .verdicts import Record, find_sheet, judged, label, results, rounded, summarise, variants
 
 __all__ = [
     # reading and making

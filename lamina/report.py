@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import figures, records, staleness, verdicts
 from .errors import InputError, fail
@@ -19,8 +19,19 @@ from .sheets.results import Sample
 if TYPE_CHECKING:
     from .sheets.base import Number, Sheet
 
-VERDICTS = {True: ("✓", "held"), False: ("✗", "did not hold"), None: ("?", "not enough runs")}
+SYMBOLS = {True: "✓", False: "✗", None: "?"}
 _MOST_ROWS = 40  # of a table made from a record of a kind that has no page of its own
+
+
+class Tally(NamedTuple):
+    """How many claims got which verdict."""
+
+    held: int
+    not_held: int
+    inconclusive: int
+
+    def __str__(self) -> str:
+        return f"{self.held} held, {self.not_held} did not hold, {self.inconclusive} inconclusive"
 
 
 @dataclass(frozen=True)
@@ -31,9 +42,8 @@ class Report:
     markdown: Path
     figures: tuple[Path, ...]
     records: tuple[Path, ...]
-    held: int
-    not_held: int
-    undecided: int
+    real: Tally
+    stand_in: Tally
     notes: tuple[str, ...]
 
 
@@ -104,8 +114,16 @@ def build(
     links = Path(os.path.relpath(out / "figures", text.parent)).as_posix()
     records.write(page, _render("report.html.j2", sections, notes, colours=list(enumerate(figures.COLOURS))))
     records.write(text, _render("results.md.j2", sections, notes, links=links))
-    held, failed, unknown = (sum(section.count(key) for section in sections) for key in (True, False, None))
-    return Report(page, text, drawn, saved, held, failed, unknown, tuple(notes))
+    return Report(page, text, drawn, saved, *_tallies(sections), tuple(notes))
+
+
+def _tallies(sections: Sequence[Section]) -> tuple[Tally, Tally]:
+    """Verdicts on real data, and apart from them those on stand-ins."""
+    groups = ([s for s in sections if s.kind == "real"], [s for s in sections if s.kind != "real"])
+    real, stand_in = (
+        Tally(*(sum(section.count(key) for section in group) for key in (True, False, None))) for group in groups
+    )
+    return real, stand_in
 
 
 def _in_order(found: Sequence[Record]) -> list[Record]:
@@ -200,7 +218,8 @@ def _section(record: Record, notes: list[str]) -> Section:
 
 
 def _fill_from_sheet(section: Section, record: Record, sheet: Sheet) -> None:
-    section.title, section.paper, section.about = sheet.title, sheet.section, sheet.about
+    section.title, section.paper = sheet.title, sheet.section
+    section.about = sheet.described(run["config"] for run in record["runs"])
     section.figures = [(figures.draw(record, sheet, figure), figure.caption) for figure in sheet.figures]
     section.tables = [_number_table(section, record, sheet)]
     section.raw = [_value_table(section, record, sheet), _run_table(section, record, sheet)]
@@ -218,7 +237,8 @@ def _reading_notes(record: Record, sheet: Sheet) -> list[str]:
     mixed = verdicts.mixed_settings(record, sheet)
     if mixed:
         notes.append(
-            f"Runs of one variant differ in {', '.join(mixed)}: the table keeps them apart, claims take all of them."
+            f"Runs of one variant differ in {', '.join(mixed)}: the table keeps them apart, and claims that would pool "
+            "them are inconclusive."
         )
     if not any(number.paper for number in sheet.numbers):
         notes.append("The paper prints no numbers for this experiment: it shows curves or states the outcome in words.")
@@ -226,10 +246,7 @@ def _reading_notes(record: Record, sheet: Sheet) -> list[str]:
 
 
 def _shown_claim(claim: Mapping[str, Any]) -> dict[str, Any]:
-    symbol, word = VERDICTS[claim["held"]]
-    if str(claim["measured"]).startswith(verdicts.UNJUDGED):
-        word = verdicts.UNJUDGED  # a fault of ours, which more runs will not mend
-    return {**claim, "symbol": symbol, "word": word}
+    return {**claim, "symbol": SYMBOLS[claim["held"]], "word": verdicts.in_words(claim)}
 
 
 def _number_table(section: Section, record: Record, sheet: Sheet) -> Table:
@@ -384,8 +401,8 @@ def _cell(value: Any) -> str:
 
 
 def _render(template: str, sections: Sequence[Section], notes: Sequence[str], **values: Any) -> str:
-    total = Counter(claim["held"] for section in sections for claim in section.claims)
-    return rendered(template, sections=sections, notes=notes, total=total, **values)
+    real, stand_in = _tallies(sections)
+    return rendered(template, sections=sections, notes=notes, real=real, stand_in=stand_in, **values)
 
 
 def rendered(template: str, **values: Any) -> str:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .report import Report
 
 KINDS = {"real": "REAL data", "embedded": "EMBEDDED STAND-IN for the real data"}
-VERDICTS = {True: "held", False: "did not hold", None: "not enough runs"}
 
 
 class Screen(Console):
@@ -51,13 +50,16 @@ def show_notes(notes: Sequence[str]) -> None:
 
 def show_report(built: Report) -> None:
     """The verdict on every claim, and where the page is."""
-    from . import records
+    from . import records, verdicts
 
     show_notes(built.notes)
     for record in map(records.load, built.records):
-        rows = [[claim["name"], VERDICTS[claim["held"]], claim["measured"]] for claim in record["claims"]]
+        rows = [[claim["text"], verdicts.in_words(claim), claim["measured"]] for claim in record["claims"]]
         title = f"{record['experiment']}, {records.badge(record)}: {record['data']['label']}"
         table(title, ["Claim", "Verdict", "Measured"], rows)
-    say(f"claims: {built.held} held, {built.not_held} did not hold, {built.undecided} not enough runs")
+    if any(built.stand_in):
+        say(f"claims on stand-in data, which say nothing about the real data: {built.stand_in}")
+    if any(built.real) or not any(built.stand_in):
+        say(f"claims on real data: {built.real}")
     say(f"report: {built.html}")
     say(f"text:   {built.markdown}")

@@ -9,16 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from .sheets.results import Results
+from .sheets.results import BOOKKEEPING, Results
 
 if TYPE_CHECKING:
     from .sheets.base import Claim, Number, Sheet
 
 Record = dict[str, Any]
 
+WORDS = {True: "held", False: "did not hold", None: "inconclusive"}
 UNJUDGED = "could not be judged"
-# Settings that change what is written down on the way, not what is learnt: runs that differ in these are the same run.
-BOOKKEEPING = ("log_every", "eval_every", "checkpoint_every")
 
 
 def find_sheet(experiment: str) -> Sheet | None:
@@ -123,10 +122,17 @@ def summarise(number: Number, runs: Sequence[Mapping[str, Any]], settings: Mappi
 def _judge(claim: Claim, finished: Results) -> dict[str, Any]:
     try:
         verdict = claim.judge(finished)
-        held, measured = verdict.held, verdict.measured
+        held, measured, reason = verdict.held, verdict.measured, verdict.reason
     except Exception as error:  # one claim that cannot be judged must not cost the reader the rest
-        held, measured = None, f"{UNJUDGED}: {type(error).__name__}: {error}"
-    return {"name": claim.name, "text": claim.text, "paper": claim.paper, "held": held, "measured": measured}
+        held, measured, reason = None, f"{type(error).__name__}: {error}", UNJUDGED
+    told = {"held": held, "measured": measured, "reason": reason}
+    return {"name": claim.name, "text": claim.text, "paper": claim.paper, **told}
+
+
+def in_words(claim: Mapping[str, Any]) -> str:
+    """The verdict on a record's claim, with the reason where it is inconclusive."""
+    word = WORDS[claim["held"]]
+    return f"{word}: {claim['reason']}" if claim.get("reason") else word
 
 
 def rounded(value: Any) -> Any:

@@ -391,7 +391,7 @@ def test_report_and_analysis_of_runs(capsys, finished, tmp_path):
     assert "EMBEDDED STAND-IN" in (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
     assert (tmp_path / "R.md").exists()
     assert f"report: {tmp_path / 'page' / 'report.html'}" in out
-    assert all(claim.name in out for claim in find("mnist").claims)
+    assert all(claim.text in out for claim in find("mnist").claims)
     out, _ = said(capsys, "convergence", finished, "--metric", "train_nll", "--out", tmp_path / "a" / "b.json")
     assert "no norm, batch size 128" in out
     rows = json.loads((tmp_path / "a" / "b.json").read_text())["rows"]
@@ -478,7 +478,7 @@ def test_reproduce_and_again(capsys, tmp_path):
     assert err.count(": finished, ") == variants
     assert (tmp_path / "out" / "report.html").exists()
     assert f"report: {tmp_path / 'out' / 'report.html'}" in out
-    assert all(claim.name in out for claim in sheet.claims)
+    assert all(claim.text in out for claim in sheet.claims)
     assert "EMBEDDED STAND-IN" in out
     _, err = said(capsys, *words)
     assert err.count("already finished") == variants

@@ -23,7 +23,7 @@ from lamina.sheets.base import Claim, Config, Figure, Number, Panel, Sheet, Verd
 def _lower_error(results) -> Verdict:
     layer, batch = (results.select(norm=norm).last("test_error") for norm in ("layer", "batch"))
     if layer.n < 2 or batch.n < 2:
-        return Verdict(None, f"{layer.n} and {batch.n} runs")
+        return Verdict(None, f"{layer.n} and {batch.n} runs", "fewer than 2 seeds")
     return Verdict(layer.mean < batch.mean, f"layer {layer}, batch {batch}")
 
 
@@ -356,14 +356,14 @@ class TestSummary:
         write_run(tmp_path, "batch", seeds=(2,))
         claim = collected(tmp_path)[0]["claims"][0]
         assert claim["held"] is True
-        assert set(claim) == {"name", "text", "paper", "held", "measured"}
+        assert set(claim) == {"name", "text", "paper", "held", "measured", "reason"}
 
     def test_a_judge_that_fails_leaves_its_claim_open(self, tmp_path, monkeypatch):
         claim = Claim("bad", "Bad.", "nowhere", lambda results: 1 / 0)
         monkeypatch.setattr("lamina.sheets.SHEETS", {"toy": dataclasses.replace(TOY, claims=(claim,))})
         write_run(tmp_path)
         verdict = only(collected(tmp_path)[0]["claims"])
-        assert verdict["held"] is None
+        assert verdicts.in_words(verdict) == "inconclusive: could not be judged"
         assert "ZeroDivisionError" in verdict["measured"]
 
     def test_an_unknown_experiment_keeps_its_runs(self, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from lamina import figures, records, report, sheets
+from lamina import figures, records, report, sheets, verdicts
 from lamina.errors import InputError
 from lamina.sheets.base import Figure, Panel
 
@@ -118,7 +118,10 @@ class TestFiles:
         )
 
     def test_the_count_of_claims(self, built):
-        assert (built.held, built.not_held, built.undecided) == (1, 2, 1)
+        assert built.real == (1, 1, 0)
+        assert built.stand_in == (0, 1, 1)  # apart, and first
+        for text in (built.markdown.read_text(encoding="utf-8"), page_of(built).text):
+            assert -1 < text.lower().find("stand-in data") < text.find("On real data")
         assert "config.json is not valid JSON" in only(list(built.notes))
 
     def test_links_of_the_markdown_lead_to_the_figures(self, built):
@@ -274,17 +277,17 @@ class TestWords:
         text = built.markdown.read_text(encoding="utf-8")
         assert re.search(r"\| Layer norm reaches a lower error.*\| ✓ held \|", text)
         assert re.search(r"\| Nothing beats anything\..*\| ✗ did not hold \|", text)
-        assert re.search(r"\| Layer norm reaches.*1 and 0 runs \| \? not enough runs \|", text)
+        assert re.search(r"\| Layer norm reaches.*1 and 0 runs \| \? inconclusive: fewer than 2 seeds \|", text)
         shown = re.sub(r"\s+", " ", page_of(built).text)
-        assert all(verdict in shown for verdict in ("✓ held", "✗ did not hold", "? not enough runs"))
+        assert all(verdict in shown for verdict in ("✓ held", "✗ did not hold", "? inconclusive"))
 
     def test_a_claim_that_breaks_is_not_said_to_lack_runs(self, tmp_path, monkeypatch):
         claim = dataclasses.replace(TOY.claims[0], judge=lambda results: 1 / 0)
         monkeypatch.setattr("lamina.sheets.SHEETS", {"toy": dataclasses.replace(SMALL, claims=(claim,))})
         write_run(tmp_path / "runs")
         done = build(tmp_path)
-        assert done.undecided == 1
-        assert "| ? could not be judged |" in done.markdown.read_text(encoding="utf-8")
+        assert done.real == (0, 0, 1)
+        assert "| ? inconclusive: could not be judged |" in done.markdown.read_text(encoding="utf-8")
 
     def test_the_kind_of_data_is_on_everything(self, built):
         page = built.html.read_text(encoding="utf-8")
@@ -358,7 +361,7 @@ class TestWords:
         monkeypatch.setattr("lamina.sheets.SHEETS", {})
         done = report.build([built.html.parent / "toy-digits.json"], tmp_path)
         assert "knows no experiment 'toy'" in only(list(done.notes))
-        assert done.held == 1  # as recorded
+        assert done.real.held == 1  # as recorded
         assert "test_error" in done.markdown.read_text(encoding="utf-8")
 
 
@@ -568,11 +571,20 @@ class TestRealSheets:
             records.write(tmp_path / "in" / f"{norm}.json", json.dumps({**common, "kind": "experiment", "runs": [run]}))
         done = report.build([tmp_path / "in"], tmp_path / "out")
         text = done.markdown.read_text(encoding="utf-8")
-        assert done.held + done.not_held + done.undecided == len(sheet.claims)
+        assert (sum(done.real), sum(done.stand_in)) == (len(sheet.claims), 0)
         assert "could not be judged" not in text
         assert "no finished run" not in text
         assert "no runs yet" not in re.sub(r"batch size 4: .*?yet\.", "", text)  # only the default batch size was run
         page_of(done)
+
+
+def test_the_verdicts_kept_in_the_records_are_todays():
+    """No record in results/ keeps a verdict that today's rules would not give."""
+    for path in (Path(__file__).parents[1] / "results").glob("*.json"):
+        record = records.load(path)
+        if record["kind"] == "experiment":
+            assert record["claims"] == verdicts.judged(record)["claims"], path.name
+            assert all(claim["reason"] for claim in record["claims"] if claim["held"] is None)
 
 
 @pytest.mark.usefixtures("toy")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import fail, one_of
-from .results import Results, Sample
+from .results import Results
 
 MIN_SEEDS = 3  # of each variant before a claim is judged
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
@@ -76,16 +77,11 @@ def _check_setting(item: dataclasses.Field[Any], value: Any) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a claim held on our runs (None: not enough runs to say) and the figures that decide it."""
+    """Whether a claim held on our runs (None: inconclusive, for ``reason``) and the figures that decide it."""
 
     held: bool | None
     measured: str
-
-
-def too_few(**samples: Sample) -> Verdict | None:
-    """The verdict "not enough runs", naming the variants that lack seeds; None when all have them."""
-    lacking = [name.replace("_", " ") for name, sample in samples.items() if sample.n < MIN_SEEDS]
-    return Verdict(None, f"needs {MIN_SEEDS} seeds of {', '.join(lacking)}") if lacking else None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ class Sheet:
     name: str
     title: str
     section: str
-    about: str
+    about: str  # {hidden} and the like stand for settings
     config: type[Config]
     module: str
     norms: Mapping[str, str]  # setting -> name in tables and legends, in the order they are drawn
@@ -165,6 +161,17 @@ class Sheet:
     small_seeds: int = 3
     stackable: bool = False  # seeds may train together as one stacked model (torch.vmap)
     fixed_shapes: bool = True  # every batch has the shapes of the first, so an update can be captured
+
+    def described(self, configs: Iterable[Mapping[str, Any]]) -> str:
+        """``about`` with the settings that these runs had: ``256``, or ``256 or 1000`` where they differ."""
+        runs = list(configs)
+        names = [name for _, name, _, _ in string.Formatter().parse(self.about) if name]
+        told = {name: dict.fromkeys(_in_words(run[name]) for run in runs if name in run) for name in names}
+        return self.about.format(**{name: " or ".join(values) or "an unknown" for name, values in told.items()})
+
+
+def _in_words(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
 @dataclass(frozen=True)

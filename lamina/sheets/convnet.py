@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
-from .base import Claim, Config, Figure, Number, Panel, Sheet, Verdict, option, too_few
-from .results import Results, Sample
+from .base import Claim, Config, Figure, Number, Panel, Sheet, Verdict, option
+from .comparison import NOT_REACHED, difference, shown, together, too_few, updates
+from .results import Measured, Results
 
 NORMS = {
     "none": "no norm",
@@ -47,36 +48,48 @@ def _order(first: str, second: str) -> Callable[[Results], Verdict]:
 
     def judge(results: Results) -> Verdict:
         targets = TARGETS[results[0]["config"]["dataset"]] if results else ()
-        ours, theirs = ([results.select(norm=n).steps_to("test_error", t) for t in targets] for n in (first, second))
-        shown = "; ".join(
-            f"updates to {100 * (1 - error):.0f}% accuracy: {NORMS[first]} {_steps(a)}, {NORMS[second]} {_steps(b)}"
-            for error, a, b in zip(targets, ours, theirs)
+        pairs = [[results.select(norm=n).crossing("test_error", t) for n in (first, second)] for t in targets]
+        saved = [difference(ours, theirs) for ours, theirs in pairs]
+        text = "; ".join(
+            f"updates to {100 * (1 - error):.0f}% accuracy: {updates(dict(zip((NORMS[first], NORMS[second]), pair)))}, "
+            f"lead {found.text(digits=',.0f', unit='updates')}"
+            for error, pair, found in zip(targets, pairs, saved)
         )
-        lacking = too_few(**{n: results.select(norm=n).last("test_error") for n in (first, second)})
-        told = [a.mean < b.mean for a, b in zip(ours, theirs) if math.isfinite(min(a.mean, b.mean))]
-        return lacking or Verdict(all(told) if told else None, shown)  # a target nobody reached says nothing
+        lacking = too_few(**{n: results.select(norm=n).final("test_error") for n in (first, second)})
+        reached = [found for found in saved if found.reason != NOT_REACHED]  # a target nobody reached says nothing
+        return lacking or together([found.above() for found in reached or saved], text)
 
     return judge
 
 
 def _final_order(results: Results) -> Verdict:
-    samples = {norm: results.select(norm=norm).last("test_error") for norm in ("batch", "layer", "none")}
-    shown = ", ".join(f"{NORMS[norm]} {100 * s.mean:.2f} ± {100 * s.std:.2f}%" for norm, s in samples.items())
-    held = samples["batch"].mean < samples["layer"].mean < samples["none"].mean
-    return too_few(**samples) or Verdict(held, f"final test error: {shown}")
+    norms = ("batch", "layer", "none")
+    samples = {norm: results.select(norm=norm).final("test_error") for norm in norms}
+    gaps = [difference(samples[a], samples[b]) for a, b in pairwise(norms)]
+    text = ", ".join(f"{NORMS[norm]} {shown(sample, 100, '.2f')}%" for norm, sample in samples.items())
+    text += "".join(
+        f"; {NORMS[b]} above {NORMS[a]} by {gap.text(100, '.2f', 'points')}"
+        for a, b, gap in zip(norms, norms[1:], gaps)
+    )
+    return too_few(**samples) or together([gap.above() for gap in gaps], f"final test error: {text}")
 
 
 def _border(results: Results) -> Verdict:
     """The paper's reason: units at the border are on less often than those inside, in the layer-normalised net."""
-    runs = [r["extras"] for r in results.select(norm="layer") if r.get("extras")]
-    edge, inside = ({x: Sample(tuple(e[f"{x}_active"][k] for e in runs)) for x in LAYERS} for k in (0, -1))
-    shown = ", ".join(f"{x} {edge[x].mean:.2f} against {inside[x].mean:.2f}" for x in LAYERS)
-    held = all(edge[x].mean < inside[x].mean for x in LAYERS)
-    return too_few(layer=edge["conv1"]) or Verdict(held, f"share of units on, border against centre: {shown}")
+    runs = results.select(norm="layer")
+    ends = {layer: (_active(runs, layer, 0), _active(runs, layer, -1)) for layer in LAYERS}
+    gaps = {layer: difference(*pair) for layer, pair in ends.items()}
+    text = "; ".join(
+        f"{layer} {shown(edge, digits='.2f')} against {shown(inside, digits='.2f')}, {gaps[layer].text(digits='.2f')}"
+        for layer, (edge, inside) in ends.items()
+    )
+    text = f"share of units on, border against centre: {text}"
+    return too_few(layer=ends["conv1"][0]) or together([gap.above() for gap in gaps.values()], text)
 
 
-def _steps(sample: Sample) -> str:
-    return f"{sample.mean:,.0f}" if math.isfinite(sample.mean) else "not reached by every seed"
+def _active(runs: Results, layer: str, place: int) -> Measured:
+    key = f"{layer}_active"
+    return runs.measured(lambda run: (run["extras"][key][place],) * 2 if run.get("extras") else None)
 
 
 SAYS = (
@@ -138,10 +151,10 @@ SHEET = Sheet(
     name="convnet",
     title="Convolutional networks",
     section="6.7",
-    about="The paper reports preliminary experiments without network, data or numbers. Here: two 3x3 convolutions of "
-    "32 channels, pool, two of 64, pool, 256 units, softmax; the norm sits before every ReLU. Before "
-    "each evaluation a pass over all training cases gives batch norm its statistics: running averages lag behind the "
-    "weights and make it look worse than it trains.",
+    about="The paper reports preliminary experiments without network, data or numbers. Here: two 3x3 convolutions "
+    "of {width} channels, pool, two with twice as many, pool, {units} units, softmax; the norm sits before every ReLU. "
+    "Batch norm is evaluated with {statistics} statistics. Exact ones come from a pass over all training cases before "
+    "each evaluation; running averages lag behind the weights and make batch norm look worse than it trains.",
     config=ConvnetConfig,
     module="lamina.experiments.convnet",
     norms=NORMS,

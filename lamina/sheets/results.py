@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
+
+Bounds = tuple[float, float]  # the value of one seed lies between these
+# Settings that change what is written down on the way, not what is learnt: runs that differ in these are the same run.
+BOOKKEEPING = ("log_every", "eval_every", "checkpoint_every")
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,14 @@ class Sample:
 
     def __str__(self) -> str:
         return f"{self.mean:.4g} ± {self.std:.2g} (n={self.n})" if self else "no runs"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One quantity by seed; ``mixed`` where the runs behind it do not share their settings."""
+
+    bounds: Mapping[int, Bounds]
+    mixed: bool = False
 
 
 class Results(Sequence[Mapping[str, Any]]):
@@ -68,6 +81,25 @@ class Results(Sequence[Mapping[str, Any]]):
         """Updates until the metric was at most ``target``; infinite for a run that never got there."""
         return Sample(tuple(steps_to_target(r["curve"], metric, target) for r in self.runs if r["curve"].get(metric)))
 
+    def final(self, metric: str) -> Measured:
+        """The metric at the last evaluation, by seed."""
+        return self.measured(lambda run: (float(run["curve"][metric][-1]),) * 2 if run["curve"].get(metric) else None)
+
+    def crossing(self, metric: str, target: float) -> Measured:
+        """Updates until the metric was at most ``target``, by seed, as far as the evaluations tell."""
+        return self.measured(
+            lambda run: crossing_bounds(run["curve"], metric, target) if run["curve"].get(metric) else None
+        )
+
+    def measured(self, of: Callable[[Mapping[str, Any]], Bounds | None]) -> Measured:
+        """What ``of`` finds in each run that has it, by seed."""
+        found = [(run, bounds) for run in self.runs if (bounds := of(run)) is not None]
+        settings = {
+            json.dumps({k: v for k, v in run["config"].items() if k not in BOOKKEEPING}, sort_keys=True)
+            for run, _ in found
+        }
+        return Measured({run["seed"]: bounds for run, bounds in found}, len(settings) > 1)
+
     def steps_to_best(self, metric: str) -> Sample:
         """The update at which each run's metric was lowest."""
         return Sample(tuple(steps_to_best(r["curve"], metric) for r in self.runs if r["curve"].get(metric)))
@@ -80,6 +112,12 @@ def steps_to_target(curve: Mapping[str, Sequence[float]], metric: str, target: f
     """The first update at which ``metric`` is at most ``target``; infinity when it never is."""
     reached = (step for step, value in zip(curve["step"], curve[metric]) if value <= target)
     return float(next(reached, math.inf))
+
+
+def crossing_bounds(curve: Mapping[str, Sequence[float]], metric: str, target: float) -> Bounds:
+    """Last evaluation above ``target`` (0 before the first) and first one at most that; infinity when there is none."""
+    at = steps_to_target(curve, metric, target)
+    return float(max((step for step in curve["step"] if step < at), default=0)), at
 
 
 def steps_to_best(curve: Mapping[str, Sequence[float]], metric: str) -> float:
