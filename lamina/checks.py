@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .errors import BackendError, InputError, fail, one_of
+from .errors import BackendError, InputError, fail, one_of, show
 
 __all__ = [
     "BackendError",
@@ -23,15 +23,14 @@ __all__ = [
     "positive_int",
     "probability",
     "readable",
+    "show",
     "transformed",
 ]
 
 
 def describe(value: object) -> str:
-    """A tensor by shape, dtype and device; anything else by its repr."""
-    if isinstance(value, Tensor):
-        return f"shape {list(value.shape)} ({str(value.dtype).removeprefix('torch.')}, {value.device})"
-    return f"{type(value).__name__} {value!r}"
+    """Return shape, dtype and device of a tensor, type and short repr of anything else."""
+    return show(value) if isinstance(value, Tensor) else f"{type(value).__name__} {show(value)}"
 
 
 def boolean(what: str, value: object) -> bool:
@@ -53,7 +52,7 @@ def probability(what: str, value: object, *, below_one: bool = False) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= float(value) <= 1 or (below_one and float(value) == 1):  # type: ignore[arg-type]
         interval = "[0, 1)" if below_one else "[0, 1]"
-        raise fail(f"{what} must be a number in {interval}", f"{what}={value!r}", "Pass 0 to switch it off.")
+        raise fail(f"{what} must be a number in {interval}", f"{what}={show(value)}", "Pass 0 to switch it off.")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -67,7 +66,7 @@ def epsilon(value: object) -> float:
 
 def finite(what: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise fail(f"{what} must be a finite number", f"{what}={value!r}", "Pass a float.")
+        raise fail(f"{what} must be a finite number", f"{what}={show(value)}", "Pass a float.")
     return float(value)
 
 

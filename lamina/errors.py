@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Number
 from typing import Any
 
 
@@ -41,8 +42,25 @@ def not_installed(module: str | None) -> str:
 def one_of(what: str, value: object, allowed: Iterable[Any]) -> None:
     """Raise unless ``value`` is among ``allowed``; suggest the nearest name."""
     options = list(allowed)
-    if any(value is option or value == option for option in options):
+    if any(isinstance(value, type(option)) and value == option for option in options):
         return
-    near = difflib.get_close_matches(str(value).lower(), [str(o) for o in options], n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else f"Choose one of {', '.join(map(repr, options))}."
-    raise fail(f"{what} must be one of {', '.join(map(repr, options))}", repr(value), hint)
+    names, given = {str(option): repr(option) for option in options}, show(value).strip("'\"").lower()
+    near = [name for name in names if len(given) > 2 and given in name]
+    near = near or difflib.get_close_matches(given, names, n=1)
+    hint = f"Did you mean {names[near[0]]}?" if near else "Pass one of them."
+    raise fail(f"{what} must be one of {', '.join(names.values())}", show(value), hint)
+
+
+def show(value: object) -> str:
+    """Return a short repr: arrays and tensors by their shape, also inside containers; long texts cut."""
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, (Number, str)):
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"shape {list(value.shape)} ({kind}, {getattr(value, 'device', 'numpy')})"
+    if isinstance(value, (tuple, list)):
+        inside = ", ".join(show(item) for item in value[:8]) + (", ..." if len(value) > 8 else "")
+        text = f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    elif isinstance(value, dict):
+        text = "{" + ", ".join(f"{key!r}: ..." for key in list(value)[:8]) + "}"
+    else:
+        text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

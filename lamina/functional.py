@@ -378,7 +378,7 @@ def _explain_module(layer: nn.Module, *args: Any) -> Choice:
     if not type(layer).__module__.startswith(f"{__package__}.") and not hasattr(layer, "backend_request"):
         raise fail(
             "explain takes a layer of lamina",
-            type(layer).__name__,
+            f"{type(layer).__module__}.{type(layer).__name__}",
             "Convert the model with lamina.convert, or pass one of its lamina layers.",
         )
     describe_request = getattr(layer, "backend_request", None)

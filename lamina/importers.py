@@ -82,9 +82,10 @@ class _Bundle:
         found = ", ".join(repr(self.where[name] + name) for name in list(self.arrays)[:12]) or "none"
         missing = [name for name in required if name not in self.arrays]
         if missing:
+            which = f"no {', '.join(map(repr, missing))}" if len(missing) < len(required) else "none of them"
             raise fail(
                 f"{self.source} weights need {', '.join(map(repr, required))}",
-                f"no {', '.join(map(repr, missing))} among {found}",
+                f"{which} among {found}",
                 "If the keys lie deeper, pass what stands before them as prefix=.",
             )
         unknown = [name for name in self.arrays if name not in (*required, *optional)]
@@ -366,7 +367,8 @@ def _select(weights: Mapping[str, Any] | Sequence[Any], source: str, prefix: str
         weights = _keras_list(weights, source)
     if prefix and prefix[-1] not in "./":
         prefix += "/" if any(str(key).startswith(f"{prefix}/") for key in weights) else "."
-    found = {key[len(prefix) :]: value for key, value in weights.items() if key.startswith(prefix)}
+    named = {str(key): value for key, value in weights.items()}
+    found = {key[len(prefix) :]: value for key, value in named.items() if key.startswith(prefix)}
     if not weights:
         raise fail(f"{source} weights must hold the arrays of a cell", "an empty mapping", "Pass the state_dict.")
     if not found:

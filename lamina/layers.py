@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from . import functional, reference
 from .baselines import BatchNorm, weight_norm_gain
-from .checks import check_kind, describe, epsilon, fail, finite, one_of, positive_int
+from .checks import check_kind, describe, epsilon, fail, finite, one_of, positive_int, show
 from .kernels import BACKENDS, Request, norm
 from .placements import NORMS
 from .reference import ACTIVATIONS, EPS_MODES, Activation, statistics_dtype
@@ -145,7 +145,7 @@ class NoisyLayerNorm(LayerNorm):
 
     def _checked_samples(self, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 1:
-            raise fail("num_samples must be a number of at least 1", repr(value), "Pass the batch size to imitate.")
+            raise fail("num_samples must be a number of at least 1", show(value), "Pass the batch size to imitate.")
         if self.noise == "chi2" and self.variance == "printed":
             raise fail(
                 "noise='chi2' has the variance of a sample variance, so it goes with variance='corrected'",
@@ -488,7 +488,7 @@ def _checked_size(size: Any) -> tuple[int, int] | None:
     if size is None:
         return None
     if not isinstance(size, (tuple, list)) or len(size) != 2:
-        raise fail("input_size must be two numbers, (H, W)", repr(size), "Pass for example (28, 28).")
+        raise fail("input_size must be two numbers, (H, W)", show(size), "Pass for example (28, 28).")
     return positive_int("input_size", size[0]), positive_int("input_size", size[1])
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .baselines import weight_norm_gain
-from .checks import boolean, epsilon, fail, finite, one_of, positive_int, probability
+from .checks import boolean, epsilon, fail, finite, one_of, positive_int, probability, show
 from .kernels import BACKENDS
 from .placements import GATES, Placement, resolve
 from .reference import EPS_MODES
@@ -93,11 +93,11 @@ class Options:
 
     def zoneout_rates(self, cell: str) -> tuple[float, ...]:
         """The zoneout probability of each state: (h,) or (h, c). One number is for h alone, as in Haste."""
-        rates = self.zoneout if isinstance(self.zoneout, tuple) else (self.zoneout, 0.0)
+        rates = tuple(self.zoneout) if isinstance(self.zoneout, (tuple, list)) else (self.zoneout, 0.0)
         if len(rates) != 2 or (cell != "LSTM" and rates[1]):
             raise fail(
                 "zoneout is a probability for h, or a pair (h, c) for an LSTM",
-                f"{self.zoneout!r} for {cell}",
+                f"{show(self.zoneout)} for {cell}",
                 "Pass one number, or (h, c) to an LSTM.",
             )
         checked = tuple(probability("zoneout", rate) for rate in rates)

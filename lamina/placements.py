@@ -143,9 +143,9 @@ def resolve(cell: str, norm: str | None, placement: str | None) -> Placement:
     owners = [c for c, rows in PLACEMENTS.items() if name in rows]
     if name not in known and owners:
         raise fail(
-            f"a {cell} placement must be one of {', '.join(map(repr, known))}",
+            f"placement for {cell} must be one of {', '.join(map(repr, known))}",
             f"{name!r}, which belongs to {' and '.join(owners)}",
-            f"Choose a {cell} placement or use {owners[0]}.",
+            f"Pass one of them, or use {owners[0]}.",
         )
-    one_of(f"a {cell} placement", name, known)
+    one_of(f"placement for {cell}", name, known)
     return known[name]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .checks import autocast_dtype, describe, epsilon, fail, one_of, readable
 from .placements import GATES, STATES
-from .reference import EPS_MODES, Recurrence
+from .reference import EPS_MODES, CellWeights, Recurrence
 
 
 def check_recurrence(call: Recurrence, lengths_known: bool = False) -> None:
@@ -17,6 +19,7 @@ def check_recurrence(call: Recurrence, lengths_known: bool = False) -> None:
     """
     epsilon(call.eps)
     one_of("eps_mode", call.eps_mode, EPS_MODES)
+    _check_types(call)
     _check_weights(call)
     _check_input(call)
     _check_states(call)
@@ -25,6 +28,16 @@ def check_recurrence(call: Recurrence, lengths_known: bool = False) -> None:
         check_lengths(call.lengths, call.input.shape[0], call.input.shape[1])
     check_resets(call.resets, (call.input.shape[0], call.input.shape[1]))
     _check_masks(call)
+
+
+def _check_types(call: Recurrence) -> None:
+    x: Any = call.input
+    weights: Any = call.weights
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{call.cell} needs a tensor, got {describe(x)}. Convert it with torch.as_tensor.")
+    if not isinstance(weights, CellWeights):
+        remedy = "Pass lamina.reference.CellWeights(weight_ih, weight_hh, ...)."
+        raise TypeError(f"{call.cell} needs its weights as CellWeights, got {describe(weights)}. {remedy}")
 
 
 def _check_weights(call: Recurrence) -> None:
@@ -149,12 +162,18 @@ def check_lengths(lengths: Tensor | None, steps: int, batch: int) -> None:
             )
 
 
-def check_resets(resets: Tensor | None, shape: tuple[int, ...]) -> None:
+def check_resets(resets: Any, shape: tuple[int, ...] | None = None) -> None:
+    """Raise unless ``resets`` is a bool tensor, of this shape where one is given."""
     if resets is None:
         return
-    if resets.dtype != torch.bool or tuple(resets.shape) != shape:
+    if not isinstance(resets, Tensor):
+        remedy = "Convert it with torch.as_tensor(resets, dtype=torch.bool)."
+        raise TypeError(f"resets must be a bool tensor, got {describe(resets)}. {remedy}")
+    if resets.dtype != torch.bool:
+        raise fail("resets must be bool", describe(resets), "Convert it with resets.bool().")
+    if shape is not None and tuple(resets.shape) != shape:
         raise fail(
-            f"resets must be bool with shape {list(shape)} (steps and cases laid out as in the input)",
+            f"resets must have shape {list(shape)} (steps and cases laid out as in the input)",
             describe(resets),
             "Mark with True each step that begins a new segment.",
         )

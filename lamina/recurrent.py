@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from . import functional
-from .checks import boolean, describe, fail, one_of, positive_int, probability, readable
+from .checks import boolean, describe, fail, one_of, positive_int, probability, readable, show
 from .options import Options, with_options
 from .placements import STATES
 from .recurrence_checks import check_lengths, check_resets
@@ -121,6 +121,7 @@ class RecurrentLayer(RecurrentModule):
         return output, state if self.cell == "LSTM" else state[0]
 
     def _run(self, input: Any, hx: Any, lengths: Any, resets: Tensor | None, reset_state: Any) -> tuple[Any, State]:
+        check_resets(resets)
         if isinstance(input, PackedSequence):
             return self._run_packed(input, hx, lengths, resets, reset_state)
         self._check_input(input)
@@ -284,7 +285,11 @@ class RecurrentLayer(RecurrentModule):
         name = type(self).__name__
         expected = " and ".join(["h_0", "c_0"][: STATES[self.cell]])
         if len(given) != STATES[self.cell] or not all(isinstance(s, Tensor) for s in given):
-            raise fail(f"{name} takes {expected} as {argument}", describe(hx), "Pass None for the default state.")
+            raise fail(
+                f"{name} takes {expected} as {argument}",
+                describe(hx),
+                f"Pass {argument}={expected}, or None for the initial state.",
+            )
         for label, state, width in zip(("h_0", "c_0"), given, self.state_sizes):
             shape = [len(self._suffixes()), x.shape[1], width] if rank == 3 else [len(self._suffixes()), width]
             if list(state.shape) != shape:
@@ -347,10 +352,10 @@ def _check_dropout(dropout: object, num_layers: int) -> float:
 
 
 def _check_projection(cell: str, proj_size: int, hidden_size: int) -> None:
+    if isinstance(proj_size, bool) or not isinstance(proj_size, int) or proj_size < 0:
+        raise fail("proj_size must be a whole number, 0 for none", f"proj_size={show(proj_size)}", "Pass 0.")
     if proj_size and cell != "LSTM":
         raise fail("proj_size is for LSTM only", f"proj_size={proj_size} for {cell}", "Drop it or use LSTM.")
-    if isinstance(proj_size, bool) or not isinstance(proj_size, int) or proj_size < 0:
-        raise fail("proj_size must be a whole number, 0 for none", f"proj_size={proj_size!r}", "Pass 0.")
     if proj_size and proj_size >= hidden_size:
         raise fail(
             "proj_size must be smaller than hidden_size",

@@ -505,7 +505,10 @@ def test_the_report() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"placement": "joint"}, r"a RNN placement must be one of 'paper', got 'joint', which belongs to LSTM and GRU"),
+        (
+            {"placement": "joint"},
+            "placement for RNN must be one of 'paper', got 'joint', which belongs to LSTM and",
+        ),
         ({"zoneout": (0.1, 0.2)}, r"zoneout is a probability for h, or a pair \(h, c\) for an LSTM"),
         ({"norm": "layr"}, "Did you mean 'layer'"),
         ({"norm": None, "placement": "paper"}, "placement= belongs to norm="),

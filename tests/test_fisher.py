@@ -537,6 +537,10 @@ def test_other_mistakes_are_named():
         family_of(3)
     with pytest.raises(InputError, match="method must be one of"):
         fisher(layer, x, "bernoulli", "exact")
+    wide = nn.Linear(10_000, 1_000, device="cpu")
+    for call in (fisher, blocks):
+        with pytest.raises(InputError, match=r"P = 10,001,000 parameters, which need .*GiB\. Use FisherProduct"):
+            call(wide, torch.zeros(2, 10_000), "gaussian")
     with pytest.raises(InputError, match="samples must be greater than zero"):
         fisher(layer, x, "bernoulli", "sampled", 0)
     with pytest.raises(InputError, match=r"direction of Linear must be a vector \[28\].*shape \[3\]"):

@@ -445,7 +445,7 @@ def test_prefix_ignores_what_lies_elsewhere() -> None:
     assert_computes(layer, haste_gru_step, w, 1, 1e-5, 3, 5)
     with pytest.raises(InputError, match=r"begin with prefix='encoder\.', got 'core.rnn.kernel'"):
         import_weights(whole, "haste_gru", prefix="encoder")
-    with pytest.raises(InputError, match=r"no 'kernel', .*prefix="):
+    with pytest.raises(InputError, match=r"none of them among 'core.rnn.kernel'.*prefix="):
         import_weights(under("core.rnn.", w), "haste_gru")
 
 

@@ -504,6 +504,61 @@ def test_wrong_types_and_unknown_options_are_type_errors():
         lamina.LSTM(3, 4, eps="small")
 
 
+TIGHT = torch.zeros(7, 2)
+RESETS = {
+    "list": ([[False] * 2] * 7, TypeError, r"a bool tensor, got list .*torch\.as_tensor\(resets, dtype=torch\.bool\)"),
+    "array": (TIGHT.bool().numpy(), TypeError, r"a bool tensor, got ndarray shape \[7, 2\]"),
+    "float": (TIGHT, ValueError, r"must be bool, got shape \[7, 2\] \(float32, cpu\)\. .* resets\.bool\(\)"),
+    "uint8": (TIGHT.to(torch.uint8), ValueError, r"must be bool, got .*uint8.* resets\.bool\(\)"),
+    "shape": (TIGHT.bool()[1:], ValueError, r"must have shape \[7, 2\] .*, got shape \[6, 2\]"),
+}
+
+
+@pytest.mark.parametrize("name", RESETS)
+def test_wrong_resets_are_told_the_way_out(name):
+    resets, error, words = RESETS[name]
+    layer, x = lamina.GRU(3, 5), torch.randn(7, 2, 3)
+    with pytest.raises(error, match=words):
+        layer(x, resets=resets)
+    with pytest.raises(error, match=words):
+        functional.gru(x, torch.zeros(2, 5), layer._weights("_l0"), resets=resets)
+    for call in (lambda: layer(x[:, 0], resets=resets), lambda: lamina.GRU(3, 5, batch_first=True)(x, resets=resets)):
+        with pytest.raises(error, match="resets must"):
+            call()
+
+
+BIG = torch.randn(50, 50)
+UNSEEN = {
+    "hx": (lambda: lamina.LSTM(50, 5)(BIG, (BIG, BIG, BIG)), r"got tuple \(shape \[50, 50\]"),
+    "input": (lambda: lamina.LSTM(3, 5)([BIG, BIG]), r"got list \[shape"),
+    "weights": (lambda: functional.lstm(BIG, (BIG, BIG), {"weight_ih": BIG}), r"got dict \{'weight_ih': \.\.\.\}"),
+    "norm": (lambda: lamina.LSTM(3, 5, norm=BIG.numpy()), r"None, got shape \[50, 50\] .*\. Pass one of them\."),
+    "zoneout": (lambda: lamina.LSTM(3, 5, zoneout=BIG), r"zoneout=shape \[50, 50\]"),
+    "proj_size": (lambda: lamina.LSTM(3, 5, proj_size=BIG), r"proj_size=shape \[50, 50\]"),
+    "dict": (lambda: lamina.convert({"a": BIG}), r"got dict \{'a': \.\.\.\}"),
+    "text": (lambda: lamina.LSTM(3, 5, norm="x" * 999), r"got 'x+\.\.\."),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_messages_show_shapes_and_not_values(name):
+    build, words = UNSEEN[name]
+    with pytest.raises((TypeError, ValueError), match=words) as caught:
+        build()
+    assert len(str(caught.value)) < 350
+    assert "tensor(" not in str(caught.value)
+
+
+def test_choices_are_listed_once_and_the_nearest_is_named():
+    with pytest.raises(lamina.InputError) as caught:
+        lamina.LSTM(3, 5, norm="rms")
+    assert str(caught.value) == "norm must be one of 'layer', 'batch', 'weight', None, got 'rms'. Pass one of them."
+    with pytest.raises(lamina.InputError, match=r"got 'none'\. Did you mean None\?"):
+        lamina.LSTM(3, 5, norm="none")
+    with pytest.raises(lamina.InputError, match=r"^placement for LSTM must be .*Did you mean 'carry'"):
+        lamina.LSTM(3, 5, placement="carr")
+
+
 FLAGS = ["bias", "batch_first", "bidirectional", "recompute", "learn_initial_state"]
 
 

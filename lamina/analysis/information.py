@@ -11,12 +11,14 @@ so that a Fisher matrix, a product with it and a KL divergence are about one fun
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import one_of, positive_int
+from ..checks import fail, one_of, positive_int
 from .closed import closed_jacobian, printed_jacobian
 from .evaluation import Evaluation, trained_parameters
 from .families import Family, family_of
@@ -46,6 +48,7 @@ def fisher(
     """
     one_of("method", method, METHODS)
     call = Evaluation(model, x, family)
+    _check_fits(call, list(call.parameters))
     if method == "sampled":
         return call.assemble(
             call.pieces(list(call.parameters)), call.sampled(positive_int("samples", samples), generator)
@@ -54,6 +57,28 @@ def fisher(
         return call.assemble(call.pieces(list(call.parameters)), call.exact)
     found = (closed_jacobian if method == "closed" else printed_jacobian)(model, x)
     return call.assemble(iter([(slice(None), found)]), call.exact)
+
+
+def _check_fits(call: Evaluation, names: Sequence[str]) -> None:
+    """Raise where a Fisher matrix and the sum in which it is formed exceed the device's memory."""
+    count, device = sum(call.parameters[name].numel() for name in names), call.logits.device
+    needed, there = 2 * count**2 * call.logits.element_size(), _memory(device)
+    if there is not None and needed > there:
+        raise fail(
+            f"a Fisher matrix [P, P] and its sum must fit into the memory of {device}, {there / 2**30:,.1f} GiB",
+            f"P = {count:,} parameters, which need {needed / 2**30:,.1f} GiB",
+            "Use FisherProduct(model, x, family) @ vector, which never forms the matrix.",
+        )
+
+
+def _memory(device: torch.device) -> int | None:
+    """All memory of a device in bytes, None where it cannot be told."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return None
 
 
 def jacobian(model: nn.Module, x: Any) -> Tensor:
@@ -71,6 +96,8 @@ def blocks(model: nn.Module, x: Any, family: str | Family = "bernoulli") -> dict
     owners: dict[str, list[str]] = {}
     for name in call.parameters:
         owners.setdefault(name.rpartition(".")[0], []).append(name)
+    for names in owners.values():
+        _check_fits(call, names)
     return {owner: call.assemble(call.pieces(names), call.exact) for owner, names in owners.items()}
 
 
