@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import typing
 
 import pytest
@@ -125,6 +126,19 @@ def test_readme_install_line_runs(tmp_path):
     installed = pathlib.Path(found.stdout.strip())
     assert installed.is_relative_to(tmp_path)
     assert (installed.parent / "templates" / "report.html.j2").exists()
+
+
+def test_the_sdist_holds_all_that_the_tests_read(tmp_path):
+    """All tracked files but CI's own: the tests read documents, records and benchmarks too."""
+    pytest.importorskip("hatchling", reason="needs the dev extra")
+    tracked = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True).stdout.split()
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs the repository")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
+    subprocess.run(build, check=True, cwd=ROOT, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("lamina_nn-*.tar.gz"))) as sdist:
+        shipped = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {name for name in tracked if (ROOT / name).exists()} - shipped <= {".ci/run"}
 
 
 def test_readme_make_targets_are_there():
