@@ -157,3 +157,8 @@ def kept_dtype(dtype: torch.dtype, hidden: int) -> torch.dtype:
 def power(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def statistics_shape(summed: Tensor, groups: tuple[int, ...], mode: str) -> tuple[int, ...]:
+    """Shape of the mean and 1/deviation of each part of W_x x; only "norm" keeps them."""
+    return (*summed.shape[:-1], 2, len(groups) if mode == "norm" else 0)

@@ -22,7 +22,7 @@ from .. import reference
 from ..checks import watched
 from ..reference import CellWeights, Recurrence, SequenceResult
 from . import cpu, passes, recompute, replay, walk
-from .forms import Setting, form_of, kept_dtype, setting_of
+from .forms import Setting, form_of, kept_dtype, setting_of, statistics_shape
 from .given import COUNT, EXTRAS, NAMES, STEP, Tensors, extras_of, tensors_of, there, zero_unless
 from .precision import formed, formed_at_once
 
@@ -187,9 +187,11 @@ class _Sequence(torch.autograd.Function):
 
 def _walker(path: str, count: int) -> ModuleType:
     """Where ``forward`` and ``backward`` of one recurrence are, or of several beside or above one another."""
-    from . import sides, wavefront
+    if count == 1:
+        return walk
+    from . import sides, wavefront  # need Triton
 
-    return walk if count == 1 else wavefront if path == "stack" else sides
+    return wavefront if path == "stack" else sides
 
 
 def differentiable_gradients(
@@ -265,8 +267,6 @@ def _sequence(given: Sequence[Tensor], names: str, setting: str, eps: float, pat
 
 @_sequence.register_fake
 def _(given: Sequence[Tensor], names: str, setting: str, eps: float, path: str, keep: bool) -> list[Tensor]:
-    from . import rows
-
     asked = Setting.decode(setting, eps)
     groups, mode = walk.input_side(asked)
     tensors, _ = _parted(given, names)
@@ -275,7 +275,7 @@ def _(given: Sequence[Tensor], names: str, setting: str, eps: float, path: str, 
         return [x.new_empty(shape) for shape in cpu.shapes(asked, x, weight_hh, keep)]
     summed = x.new_empty((*x.shape[:2], weight_ih.shape[0]))
     prepared = torch.empty_like(summed, dtype=kept_dtype(summed.dtype, weight_hh.shape[1]))
-    statistics = x.new_empty(rows.statistics_shape(summed, groups, mode), dtype=torch.float32)
+    statistics = x.new_empty(statistics_shape(summed, groups, mode), dtype=torch.float32)
     shapes = walk.module(path).shapes(form_of(asked), prepared, weight_hh.dtype, keep)
     made = [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     half = asked.factors == "half"

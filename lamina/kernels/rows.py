@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .forms import kept_dtype, power
+from .forms import kept_dtype, power, statistics_shape
 from .formulas import fitting, inverse_deviation, over, rounded, std_correction, wide
 from .plans import processors
 from .precision import Matrix
@@ -198,11 +198,6 @@ def _constants(groups: tuple[int, ...], mode: str, eps_mode: str, how: Cut) -> d
 
 def _hidden(width: int, groups: tuple[int, ...]) -> int:
     return width // max(sum(groups), 1)
-
-
-def statistics_shape(summed: Tensor, groups: tuple[int, ...], mode: str) -> tuple[int, ...]:
-    """Of the mean and rstd of each part, which only "norm" keeps; some steps' statistics lie together."""
-    return (*summed.shape[:-1], 2, len(groups) if mode == "norm" else 0)
 
 
 def forward(

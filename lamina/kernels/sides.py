@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import launch, rows, walk
-from .forms import Extras, Setting, form_of, kept_dtype
+from .forms import Extras, Setting, form_of, kept_dtype, statistics_shape
 from .given import COUNT, EXTRAS, STEP, Given, Tensors, there
 from .launch import Part, Small
 from .precision import Matrix, Product, as_cudnn_multiplies
@@ -75,7 +75,7 @@ def empty_input_side(setting: Setting, each: Sequence[Sequence[Given]]) -> tuple
     (groups, mode), like, width = walk.input_side(setting), there(each[0][0]), there(each[0][4]).shape[0]
     summed = like.new_empty(len(each), *like.shape[:2], width)
     prepared = torch.empty_like(summed, dtype=kept_dtype(summed.dtype, width // form_of(setting).gates))
-    statistics = summed.new_empty(rows.statistics_shape(summed, groups, mode), dtype=torch.float32)
+    statistics = summed.new_empty(statistics_shape(summed, groups, mode), dtype=torch.float32)
     return summed, prepared, statistics
 
 
