@@ -20,6 +20,10 @@ class BackendError(RuntimeError):
     """A backend that was asked for by name cannot serve this call."""
 
 
+class SlowPathWarning(UserWarning):
+    """The environment lacks something that would make a call several times faster; ``lamina.notices`` has the texts."""
+
+
 class RunError(RuntimeError):
     """A run that began well could not go on (loss not finite, disk full); the command line ends with code 1."""
 

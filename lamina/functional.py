@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import opaque, reference
+from . import notices, opaque, reference
 from .checks import autocast_dtype, describe, epsilon, fail, one_of, transformed, watched
-from .kernels import Choice, Request, choose, is_small_norm, norm
+from .kernels import Choice, Request, choose, fused, is_small_norm, norm
 from .placements import GATES, resolve
 from .recurrence_checks import check_recurrence
 from .reference import ACTIVATIONS, EPS_MODES, CellWeights, LSTMState, Masks, Moments, Recurrence, SequenceResult
@@ -268,8 +268,6 @@ def run_directions(calls: Sequence[Recurrence], backend: str = "auto") -> list[S
     calls = [_under_autocast(call) for call in calls]
     choice = choose(_request(calls[0], False, len(calls)), backend)
     if choice.sides == len(calls):
-        from .kernels import fused
-
         return fused.run_together(calls, choice.path)
     return [_run_as(call, choice) for call in calls]
 
@@ -287,8 +285,6 @@ def run_stack(calls: Sequence[Recurrence], masks: Sequence[Tensor | None]) -> tu
 
     Of the inputs above the first only the shape is looked at.
     """
-    from .kernels import fused
-
     for call in calls:
         check_recurrence(call, lengths_known=True)
     return fused.run_stack([_under_autocast(calls[0]), *map(_above, calls[1:])], masks)
@@ -302,12 +298,12 @@ def _above(call: Recurrence) -> Recurrence:
 
 def _run_as(call: Recurrence, choice: Choice) -> SequenceResult:
     if choice.backend in ("triton", "numba"):
-        from .kernels import fused  # Triton and numba are imported where they are used
-
         if choice.ragged_eager and not (call.lengths is None and call.resets is None):
             with fused.passes.ragged_eager():
                 return fused.run(call, choice.path)
         return fused.run(call, choice.path)
+    if choice.missing:
+        notices.warn(choice.missing)
     return opaque.run(call) if choice.opaque else reference.evaluate(call)
 
 

@@ -17,6 +17,11 @@ settings.register_profile("lamina", deadline=None, derandomize=True, suppress_he
 settings.load_profile("lamina")
 
 
+def pytest_configure(config):
+    if not importlib.util.find_spec("numba"):  # most recurrences warn then that they are slow
+        config.addinivalue_line("filterwarnings", "ignore::lamina.errors.SlowPathWarning")
+
+
 @pytest.fixture(autouse=True)
 def _controlled():
     torch.set_num_threads(1)

@@ -17,6 +17,7 @@ import warnings
 import torch
 
 import lamina
+from lamina.errors import SlowPathWarning
 
 GPU_KERNELS = {
     "cell_kernels", "exchange", "formulas", "gates", "layer_norm", "product", "rows", "sequence", "sides",
@@ -137,15 +138,17 @@ def main():
     backend = sys.argv[1]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
         for name, check in list(globals().items()):
             if name.startswith("check_"):
                 try:
                     check(backend)
                 except Exception as error:
                     raise AssertionError(name) from error
-    print(lamina.__file__)
+    slow = [w for w in given if issubclass(w.category, SlowPathWarning)]
+    assert all(w.filename == __file__ for w in slow), slow
+    print(lamina.__file__, *(w.message for w in slow))
 
 
 if __name__ == "__main__":

@@ -167,6 +167,7 @@ def test_what_it_cannot_serve_it_refuses_with_words(options, word):
 
 def test_without_numba_the_reference_serves(monkeypatch):
     monkeypatch.setattr("lamina.kernels.HAS_NUMBA", False)
+    monkeypatch.setattr("lamina.notices._given", {"numba"})
     layer, x = lamina.LSTM(3, 5), torch.randn(4, 2, 3)
     choice = lamina.explain(layer, x)
     assert choice.backend == "reference"

@@ -65,6 +65,7 @@ class Choice:
     path: str = ""  # of the triton backend: "persistent", "steps" or "cell"; of numba: "cpu"
     sides: int = 1  # recurrences that share a launch
     ragged_eager: bool = False  # a pass with lengths or resets is not captured as a CUDA graph
+    missing: str = ""  # package without which plain PyTorch serves what its kernels would
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.reason}"
@@ -115,7 +116,7 @@ def _why_torch(request: Request, obstacle: str) -> str:
 
 def _norm_obstacle(request: Request, forced: bool) -> str:
     """Why the fused layer norm cannot serve; empty when it can."""
-    obstacle = _device_obstacle(request, forced)
+    obstacle = _device_obstacle(request, forced) or missing_triton()
     if obstacle:
         return obstacle
     if request.autocast:
@@ -143,12 +144,13 @@ def _choose_recurrence(request: Request, backend: str) -> Choice:
         raise BackendError(f"backend={wanted!r} cannot serve {_name(request)}: {obstacle}. Use backend='auto'.")
     if not obstacle:
         return _fused(request, wanted, forced)
+    missing = {NO_NUMBA: "numba", NO_TRITON: "triton"}.get(obstacle, "")
     why = f"plain PyTorch serves {_name(request)} on {request.device.type}: {obstacle}"
     why += "; recompute=True changes nothing there" if request.recompute else ""
     if torch.compiler.is_compiling() and not request.single_step:
         why += "; inside one opaque operator, so that torch.compile and torch.export do not unroll the steps"
-        return Choice("reference", why, opaque=True)
-    return Choice("reference", why)
+        return Choice("reference", why, opaque=True, missing=missing)
+    return Choice("reference", why, missing=missing)
 
 
 def _name(request: Request) -> str:
@@ -158,6 +160,9 @@ def _name(request: Request) -> str:
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # nothing is imported
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
+NO_TRITON = "Triton is not installed"
+NO_NUMBA = "numba is not installed (pip install numba)"
+JIT_IS_OFF = os.environ.get("NUMBA_DISABLE_JIT", "0").strip() not in ("", "0")  # as numba reads it, at import
 
 
 def interpreted() -> bool:
@@ -167,7 +172,13 @@ def interpreted() -> bool:
 
 def _triton_obstacle(request: Request, forced: bool) -> str:
     """Why the fused kernels cannot serve a recurrence on a GPU; empty when they can."""
-    return _device_obstacle(request, forced) or _cell_obstacle(request, forced) or _common_obstacle(request)
+    obstacle = _device_obstacle(request, forced) or _cell_obstacle(request, forced) or _common_obstacle(request)
+    return obstacle or missing_triton()
+
+
+def missing_triton() -> str:
+    """Why no kernel of Triton's can run in this process; empty where they can."""
+    return "" if HAS_TRITON else NO_TRITON
 
 
 def _cell_obstacle(request: Request, forced: bool) -> str:
@@ -183,8 +194,6 @@ def _cell_obstacle(request: Request, forced: bool) -> str:
 def _device_obstacle(request: Request, forced: bool) -> str:
     if request.device.type != "cuda" and not (forced and interpreted()):
         return "the fused kernels run on CUDA devices only"
-    if not HAS_TRITON:
-        return "Triton is not installed"
     if request.dtype not in FUSED_DTYPES:
         return f"the kernels compute in float32, bfloat16 and float16, not {str(request.dtype).removeprefix('torch.')}"
     if request.device.type == "cuda" and not forced and torch.cuda.get_device_capability(request.device) < HOPPER:
@@ -196,11 +205,16 @@ def _numba_obstacle(request: Request, forced: bool) -> str:
     """The same for a CPU."""
     if request.device.type != "cpu":
         return "numba's kernels run on CPUs only"
-    if not HAS_NUMBA:
-        return "numba is not installed (pip install numba)"
     if request.dtype not in CPU_DTYPES:
         return f"the kernels compute in float32 and float64, not {str(request.dtype).removeprefix('torch.')}"
-    return _cpu_cell_obstacle(request, forced) or _common_obstacle(request)
+    return _cpu_cell_obstacle(request, forced) or _common_obstacle(request) or missing_numba()
+
+
+def missing_numba() -> str:
+    """Why no kernel of numba's can run in this process; empty where they can."""
+    if not HAS_NUMBA:
+        return NO_NUMBA
+    return "NUMBA_DISABLE_JIT is set, and the kernels run compiled only" if JIT_IS_OFF else ""
 
 
 def _cpu_cell_obstacle(request: Request, forced: bool) -> str:

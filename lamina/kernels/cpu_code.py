@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .. import notices
 from . import cpu_target
 
 _lock = threading.RLock()
@@ -54,12 +55,20 @@ def address(name: str) -> int:
     """Of a kernel's entry."""
     with _lock:
         _ready()
-        place = cpu_target.folder() / f"{name}.code"
-        found = Code.from_bytes(place.read_bytes()) if place.exists() else None
+        found = _read(name)
         if found is None:
-            found = _compiled(name)
-            _write(place, found.to_bytes())
+            with notices.compiling():
+                found = _compiled(name)
+            _keep(name, found)
         return _loaded(found)
+
+
+def _read(name: str) -> Code | None:
+    """Return a kernel from its file; None where there is none, or none that is whole and can be read."""
+    try:
+        return Code.from_bytes((cpu_target.folder() / f"{name}.code").read_bytes())
+    except OSError:
+        return None
 
 
 def _compiled(name: str) -> Code:
@@ -68,8 +77,17 @@ def _compiled(name: str) -> Code:
     return cpu_sequence.compiled(name)
 
 
+def _keep(name: str, code: Code) -> None:
+    """Write a kernel to its file, or warn that later processes will compile it again."""
+    try:
+        _write(cpu_target.folder() / f"{name}.code", code.to_bytes())
+    except OSError as error:
+        notices.warn("cache", error=error)
+
+
 def _write(place: Path, data: bytes) -> None:
     """Whole or not at all; several processes may do so at once."""
+    place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
         file.write(data)
     os.replace(file.name, place)

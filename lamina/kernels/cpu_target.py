@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import tempfile
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -55,13 +54,13 @@ def digest() -> str:
 
 
 def folder() -> Path:
-    """LAMINA_CACHE, or lamina in the user's cache folder; a temporary one where that cannot be written."""
+    """LAMINA_CACHE, or lamina in the user's cache folder; an OSError where nobody knows the user's home."""
     given = os.environ.get("LAMINA_CACHE")
-    base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lamina"
-    place = base / digest()
+    return (Path(given) if given else _users_cache() / "lamina") / digest()
+
+
+def _users_cache() -> Path:
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place):
-            return place
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="lamina-"))
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # a container's user may have no home
+        raise OSError(str(error)) from error
