@@ -299,7 +299,9 @@ def _above(call: Recurrence) -> Recurrence:
 def _run_as(call: Recurrence, choice: Choice) -> SequenceResult:
     if choice.backend in ("triton", "numba"):
         if choice.ragged_eager and not (call.lengths is None and call.resets is None):
-            with fused.passes.ragged_eager():
+            from .kernels import passes
+
+            with passes.ragged_eager():
                 return fused.run(call, choice.path)
         return fused.run(call, choice.path)
     if choice.missing:
