@@ -5,6 +5,7 @@ Layers are drop-in for ``torch.nn``: ``lamina.LSTM(128, 256)`` where ``torch.nn.
 published variants, ``lamina.explain(layer)`` says which backend runs and why.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +72,16 @@ _HOME = {
 }
 
 
+# A saved program (torch.export, AOTInductor) finds lamina's operators by name: ``functional`` registers them. It is
+# loaded at once where torch is there already, else with the first layer.
+if sys.modules.get("torch") is not None:
+    import_module(".functional", __name__)
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME:
+        if _HOME[name] != "errors":
+            import_module(".functional", __name__)
         found = getattr(import_module(f".{_HOME[name]}", __name__), name)
     elif name in __all__:
         found = import_module(f".{name}", __name__)

@@ -18,10 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import notices, reference
 from ..checks import watched
 from ..reference import CellWeights, Recurrence, SequenceResult
-from . import cpu, passes, recompute, replay, walk
+from . import (
+    CPU_DTYPES,
+    NO_NUMBA,
+    cpu,
+    interpreted,
+    missing_numba,
+    missing_triton,
+    passes,
+    recompute,
+    replay,
+    walk,
+)
 from .forms import Setting, form_of, kept_dtype, setting_of, statistics_shape
 from .given import COUNT, EXTRAS, NAMES, STEP, Tensors, extras_of, tensors_of, there, zero_unless
 from .precision import formed, formed_at_once
@@ -254,12 +265,40 @@ def _parted(given: Sequence[Tensor], names: str) -> tuple[list[Tensor | None], l
     return [by_name.get(n) for n in NAMES], [by_name.get(n) for n in EXTRAS]
 
 
+def _serves(path: str, x: Tensor) -> bool:
+    """Whether a path's kernels run here: a saved program may come from another machine."""
+    if path == "cpu":
+        return x.device.type == "cpu" and x.dtype in CPU_DTYPES and not missing_numba()
+    return (x.is_cuda or interpreted()) and not missing_triton()
+
+
+def _by_reference(setting: Setting, path: str, tensors: Tensors, extras: Tensors, keep: str) -> list[Tensor]:
+    """``walk.forward`` by the reference, with empty tensors as what backward is left."""
+    if path == "cpu" and missing_numba() == NO_NUMBA:
+        notices.warn("numba")
+    x, first, weight_hh = there(tensors[0]), tensors[1], there(tensors[4])
+    result = reference.evaluate(_again(setting, tensors, extras))
+    h_n, c_n = (*result.state, x.new_empty(0))[:2]
+    first = h_n.new_zeros(h_n.shape) if first is None else first
+    shapes = cpu.shapes(setting, x, weight_hh, keep in walk.WHOLE)[3:] if path == "cpu" else []
+    return [torch.cat([first.unsqueeze(0), result.output]), h_n, c_n, *(x.new_empty(shape) for shape in shapes)]
+
+
+def _gradients_by_reference(setting: Setting, tensors: Tensors, extras: Tensors, grads: Tensors) -> list[Tensor | None]:
+    """``walk.backward`` by the reference."""
+    # A custom operator runs below autograd: recording has to be let in again.
+    autograd = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with autograd, torch.enable_grad():
+        leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
+        found = differentiable_gradients(setting, leaves, extras, grads, [True] * COUNT)
+    return [None if t is None else torch.zeros_like(t) if g is None else g.detach() for g, t in zip(found, tensors)]
+
+
 @torch.library.custom_op("lamina::sequence", mutates_args=())
 def _sequence(given: Sequence[Tensor], names: str, setting: str, eps: float, path: str, keep: bool) -> list[Tensor]:
     with replay.off():  # compilers that make graphs of their own would not like what is kept between calls
-        found = walk.forward(
-            Setting.decode(setting, eps), path, *_parted(given, names), walk.ALL if keep else walk.NOTHING
-        )
+        asked, forward = Setting.decode(setting, eps), walk.forward if _serves(path, given[0]) else _by_reference
+        found = forward(asked, path, *_parted(given, names), walk.ALL if keep else walk.NOTHING)
     seen = {id(t) for t in given}
     # An operator's output may be neither its input nor another output.
     return [t.clone() if id(t) in seen or seen.add(id(t)) else t for t in found]  # type: ignore[func-returns-value]
@@ -293,8 +332,11 @@ def _sequence_backward(
     tensors, extras = _parted(given, names)
     asked = Setting.decode(setting, eps)
     arriving = (*grads, None)[:3] if asked.cell != "LSTM" else grads
-    with replay.off():
-        found = list(map(formed, walk.backward(asked, path, tensors, extras, kept, arriving, [True] * COUNT)))
+    if _serves(path, given[0]):
+        with replay.off():
+            found = list(map(formed, walk.backward(asked, path, tensors, extras, kept, arriving, [True] * COUNT)))
+    else:
+        found = _gradients_by_reference(asked, tensors, extras, arriving)
     # One gradient may serve two tensors, and an operator's outputs may not be one another's.
     return [g.clone(memory_format=torch.contiguous_format) for g in found if g is not None]
 
