@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from . import notices, opaque, reference
 from .checks import autocast_dtype, describe, epsilon, fail, one_of, transformed, watched
-from .kernels import Choice, Request, choose, fused, is_small_norm, norm
+from .kernels import Choice, Request, choose, fused, is_torchs_norm, norm
 from .placements import GATES, resolve
 from .recurrence_checks import check_recurrence
 from .reference import ACTIVATIONS, EPS_MODES, CellWeights, LSTMState, Masks, Moments, Recurrence, SequenceResult
@@ -45,18 +45,16 @@ def layer_norm(
         quick = quick_layer_norm(input, normalized_shape, weight, bias, eps, eps_mode)
         if quick is not None:
             return quick
-    if backend == "triton" or (backend == "auto" and not is_small_norm(input, eps, eps_mode)):
-        known = norm.again(input, normalized_shape, weight, bias, eps, eps_mode, activation, residual, backend)
+    if backend == "triton":
+        known = norm.again(input, normalized_shape, weight, bias, eps, eps_mode, activation, residual)
         if known is not None:
             return known[0] if residual is None else known
     shape = tuple(normalized_shape)
     _check_layer_norm(input, shape, weight, bias, eps, eps_mode)
     _check_around(input, activation, residual)
-    chosen = "torch"
-    if backend != "auto" or not is_small_norm(input, eps, eps_mode):
-        chosen = choose(norm_request(input, shape, eps, eps_mode, weight, residual), backend).backend
+    chosen = choose(norm_request(input, shape, eps, eps_mode, weight, residual), backend).backend
     if chosen == "triton":
-        found, total = norm.run(input, shape, weight, bias, eps, eps_mode, activation, residual, backend)
+        found, total = norm.run(input, shape, weight, bias, eps, eps_mode, activation, residual)
         return found if residual is None else (found, total)
     if chosen == "reference":
         return reference.layer_norm(
@@ -82,7 +80,7 @@ def quick_layer_norm(
     """
     if type(input) is not Tensor or type(eps) is not float or torch.compiler.is_compiling():
         return None
-    if not eps < math.inf or not is_small_norm(input, eps, eps_mode):
+    if not eps < math.inf or not is_torchs_norm(eps, eps_mode):
         return None
     dtype = input.dtype
     if (weight is not None and weight.dtype is not dtype) or (bias is not None and bias.dtype is not dtype):

@@ -89,7 +89,7 @@ class LayerNorm(nn.LayerNorm):
         if weight is not None and getattr(input, "dtype", None) is not weight.dtype:  # check_kind has a word in it
             return None
         shape, eps, mode = self.normalized_shape, self.eps, self.eps_mode
-        known = norm.again(input, shape, weight, self.bias, eps, mode, self.activation, residual, self.backend)
+        known = norm.again(input, shape, weight, self.bias, eps, mode, self.activation, residual)
         return known if known is None or residual is not None else known[0]
 
     def backend_request(self, input: Tensor | None = None, residual: Tensor | None = None) -> Request:

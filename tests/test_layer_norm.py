@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lamina
 from lamina import functional, reference
-from lamina.kernels import interpreted, is_small_norm, prepared
+from lamina.kernels import choose, interpreted, prepared
 from tests.test_cell import noted_launches
 
 pytest.importorskip("triton")
@@ -438,19 +439,15 @@ def test_function_transforms_go_to_torch():
 
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3), (1, 2**20)])
 @pytest.mark.parametrize("form", [(1e-5, "var"), (0.0, "var"), (1e-5, "std")])
-def test_what_is_small_is_left_to_torch_by_the_long_way_too(shape, form):
+def test_what_no_record_has_measured_is_taken_by_name_only(shape, form):
+    """On a GPU too, where explain names the other way."""
     x = torch.empty(shape, device=DEVICE)
     choice = lamina.explain(functional.layer_norm, x, shape[1:], eps=form[0], eps_mode=form[1])
-    assert is_small_norm(x, *form) == (choice.backend == "torch")
-
-
-@pytest.mark.gpu
-def test_large_inputs_take_it_by_themselves():
-    large, small = (torch.randn(n, 1024, device="cuda") for n in (65536, 64))
-    assert lamina.explain(functional.layer_norm, large, (1024,)).backend == "triton"
-    assert lamina.explain(functional.layer_norm, small, (1024,)).backend == "torch"
-    with torch.autocast("cuda"):
-        assert lamina.explain(functional.layer_norm, large, (1024,)).backend == "torch"
+    assert choice.backend == ("torch" if form == (1e-5, "var") else "reference")
+    request = functional.norm_request(x, shape[1:], *form)
+    on_a_gpu = choose(dataclasses.replace(request, device=torch.device("cuda")))
+    assert on_a_gpu.backend == choice.backend
+    assert "backend='triton'" in on_a_gpu.reason
 
 
 @pytest.mark.gpu

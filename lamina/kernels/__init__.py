@@ -15,14 +15,12 @@ from ..placements import GATES
 HOPPER = (9, 0)  # the kernels were measured and tested on it; elsewhere they run when asked for by name
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_DTYPES = (torch.float32, torch.float64)
-LARGE_NORM = 2**28  # bytes of a layer norm's input from which a call of our kernel is the shorter one, host and all
 SMALL_CELL = 2**17  # numbers of a recurrent matrix up to which a cell's step on a CPU is better fused
 COMPILED_CELL = "torch.compile makes kernels of a cell's plain operations and of what is around them"
 UNMEASURED_RAGGED = (
     "graphs of short passes with lengths or resets have yet to be measured; backend='triton' captures them"
 )
 WIDEST_CELL = 8192  # units of a row that a program holds with all its gates
-WIDE_NORM = 8192  # numbers of a row that our kernels read once, there and back
 
 # The names a caller may force; a faster backend is added here and to `choose`.
 BACKENDS = {
@@ -80,43 +78,33 @@ def choose(request: Request, backend: str = "auto") -> Choice:
 
 
 def _choose_layer_norm(request: Request, backend: str) -> Choice:
-    native = request.eps_mode == "var" and request.eps > 0
     if backend == "reference":
         return Choice("reference", "asked for by name")
-    obstacle = _norm_obstacle(request, backend == "triton")
-    if backend == "triton" and obstacle:
-        raise BackendError(f"backend='triton' cannot serve this layer norm: {obstacle}. Use backend='auto'.")
-    if not obstacle and (backend == "triton" or (backend == "auto" and (_is_large(request) or not native))):
-        named = "asked for by name; " if backend == "triton" else ""
-        return Choice("triton", f"{named}one kernel each way; gradients of gradients take the reference's route")
-    if native:
-        why = "asked for by name" if backend == "torch" else _why_torch(request, obstacle)
+    if backend == "triton":
+        obstacle = _norm_obstacle(request)
+        if obstacle:
+            raise BackendError(f"backend='triton' cannot serve this layer norm: {obstacle}. Use backend='auto'.")
+        why = "asked for by name; one kernel each way; gradients of gradients take the reference's route"
+        return Choice("triton", why)
+    ours = "; our kernel's speed has yet to be measured: backend='triton' takes it"
+    by_name = ours if request.device.type == "cuda" else ""
+    if is_torchs_norm(request.eps, request.eps_mode):
+        why = "asked for by name" if backend == "torch" else f"torch's own kernel computes this form{by_name}"
         return Choice("torch", why)
     why = f"torch's kernel has no eps_mode={request.eps_mode!r} with eps={request.eps:g}"
     if backend == "torch":
         raise BackendError(f"backend='torch' needs eps_mode='var' and eps > 0; {why}. Use backend='auto'.")
-    return Choice("reference", why)
+    return Choice("reference", why + by_name)
 
 
-def is_small_norm(x: Tensor, eps: float, eps_mode: str) -> bool:
-    """Whether ``choose`` would leave a layer norm to torch whatever else holds: seen in a tenth of its time."""
-    return x.numel() * x.element_size() < LARGE_NORM and eps_mode == "var" and eps > 0
+def is_torchs_norm(eps: float, eps_mode: str) -> bool:
+    """Return whether torch's own kernel computes this form of layer norm."""
+    return eps_mode == "var" and eps > 0
 
 
-def _is_large(request: Request) -> bool:
-    size = request.hidden * request.batch * request.dtype.itemsize
-    return size >= LARGE_NORM and request.hidden <= WIDE_NORM
-
-
-def _why_torch(request: Request, obstacle: str) -> str:
-    if request.device.type == "cuda" and not obstacle:
-        return "torch's own kernel: what ours saves on the device is less than its launch costs the host at this size"
-    return "torch's own kernel computes this form"
-
-
-def _norm_obstacle(request: Request, forced: bool) -> str:
+def _norm_obstacle(request: Request) -> str:
     """Why the fused layer norm cannot serve; empty when it can."""
-    obstacle = _device_obstacle(request, forced) or missing_triton()
+    obstacle = _device_obstacle(request, forced=True) or missing_triton()
     if obstacle:
         return obstacle
     if request.autocast:

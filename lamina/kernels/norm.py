@@ -26,15 +26,12 @@ _known: dict[Any, Kind] = {}  # kinds of calls that were served, by ``_key``
 
 def run(
     x: Tensor, shape: Sequence[int], gain: Given, bias: Given, eps: float, eps_mode: str, activation: str | None,
-    residual: Given, backend: str = "triton",
+    residual: Given,
 ) -> tuple[Tensor, Given]:  # fmt: skip
-    """act(LN(x + residual)) over the last axes of ``shape``, and x + residual where there is a residual.
-
-    ``backend``: the name by which the caller came here, for ``again``.
-    """
+    """act(LN(x + residual)) over the last axes of ``shape``, and x + residual where there is a residual."""
     gain, bias = (None if t is None else t.contiguous() for t in (gain, bias))
     given = _in_rows(x, len(shape)), None if residual is None else _in_rows(residual, len(shape)), gain, bias
-    key = _key(*given, shape, eps, eps_mode, activation, backend)
+    key = _key(*given, shape, eps, eps_mode, activation)
     kind = _known.get(key) or Kind(given, tuple(shape), eps, eps_mode, activation)
     found = kind(*given)
     if len(_known) >= KINDS:  # shapes that never come back must not pile up
@@ -45,12 +42,12 @@ def run(
 
 def again(
     x: Tensor, shape: Sequence[int], gain: Given, bias: Given, eps: float, eps_mode: str, activation: str | None,
-    residual: Given, backend: str = "triton",
+    residual: Given,
 ) -> tuple[Tensor, Given] | None:  # fmt: skip
-    """The same for a call whose like came here before, by this backend's name; None where all must be looked at."""
+    """The same for a call whose like came here before; None where all must be looked at."""
     if not isinstance(x, Tensor) or type(eps) is not float or not _ordinary(x):
         return None
-    kind = _known.get(_key(x, residual, gain, bias, shape, eps, eps_mode, activation, backend))
+    kind = _known.get(_key(x, residual, gain, bias, shape, eps, eps_mode, activation))
     return None if kind is None else kind(x, residual, gain, bias)
 
 
@@ -69,7 +66,7 @@ def _ordinary(x: Tensor) -> bool:
 
 def _key(
     x: Tensor, residual: Given, gain: Given, bias: Given, shape: Sequence[int], eps: float, eps_mode: str,
-    activation: str | None, backend: str,
+    activation: str | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """All that checks, choice and launches depend on, but which gradients are wanted and where numbers lie.
 
@@ -81,7 +78,7 @@ def _key(
         else (type(residual), residual.shape, residual.stride(), residual.dtype, residual.get_device()),
         None if gain is None else (type(gain), gain.shape, gain.stride(), gain.dtype, gain.get_device()),
         None if bias is None else (type(bias), bias.shape, bias.stride(), bias.dtype, bias.get_device()),
-        tuple(shape), eps, eps_mode, activation, backend,
+        tuple(shape), eps, eps_mode, activation,
     )  # fmt: skip
 
 
