@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -127,6 +128,13 @@ def transformed(*tensors: Tensor) -> bool:
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return True
     return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+
+
+def batched(grads: Sequence[Tensor | None]) -> bool:
+    """Whether a backward pass runs under vmap, as in ``torch.autograd.grad(is_grads_batched=True)``."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads)
 
 
 def watched(tensor: Tensor) -> bool:

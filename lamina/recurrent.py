@@ -191,8 +191,6 @@ class RecurrentLayer(RecurrentModule):
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
             if layer < self.num_layers - 1:
                 x = F.dropout(x, self.dropout, self.training)
-        if len(finals) == 1:
-            return x, tuple(state.unsqueeze(0) for state in finals[0])
         return x, tuple(torch.stack(kind) for kind in zip(*finals))
 
     def _stacks(self, x: Tensor, starts: Sequence[Start]) -> bool:

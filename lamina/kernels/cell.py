@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..checks import batched
 from ..reference import Recurrence, SequenceResult
 from . import cell_product, fused, interpreted
 from .forms import Form, Setting, form_of, power, setting_of
@@ -227,7 +228,7 @@ class _Cell(torch.autograd.Function):
     def backward(ctx: Any, *grads: Given) -> tuple[Any, ...]:
         *given, from_x, from_h, seen = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled():  # asked for with create_graph: these gradients will be differentiated
+        if torch.is_grad_enabled() or batched(grads):  # with create_graph the gradients will be differentiated
             return None, *_differentiable(ctx.kind.setting, given, grads, needed)
         found = _gradients(ctx.kind, given, (from_x, from_h, seen), grads, needed)
         in_kind = [d if d is None or t is None or d.dtype is t.dtype else d.to(t.dtype) for d, t in zip(found, given)]

@@ -240,7 +240,9 @@ def forward(
         multiply(x[begin:end].flatten(0, 1), weight_ih, True, summed[: end - begin].flatten(0, 1))
         call.set(begin=begin, end=end, summed=summed.data_ptr() - begin * batch * call.width * size)  # of step 0
         call.run("forward", call.threads)
-    call.let_go("weight", "packed", "z", "scratch")
+    call.let_go(
+        "weight", "packed", "z", "scratch", "hist", "c_hist", "xhat", "rstd"
+    )  # who saves them decides how long they stay
     c_n = c_hist[-1].clone() if lstm else hist.new_empty(0)
     kept = {"nothing": [], "states": [c_hist], "all": [summed, c_hist, xhat, rstd]}[keep]
     return [hist, hist[-1].clone(), c_n, *kept]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import notices, reference
-from ..checks import watched
+from ..checks import batched, watched
 from ..reference import CellWeights, Recurrence, SequenceResult
 from . import (
     CPU_DTYPES,
@@ -54,7 +55,7 @@ def run(call: Recurrence, path: str) -> SequenceResult:
         output = hist[1:]
     elif path == "cpu" and not train:  # an autograd function would cost a short sequence a twentieth of its time
         hist, h_n, c_n = cpu.forward(setting_of(call, path), tensors, extras, walk.NOTHING)
-        output = hist[1:]
+        output, _ = _own(hist[1:])
     else:
         keep = walk.NOTHING if not train else walk.STATES if call.recompute else walk.ALL
         output, h_n, c_n = _Sequence.apply(setting_of(call, path), path, keep, *tensors, *extras)  # type: ignore[no-untyped-call]
@@ -135,6 +136,7 @@ def _valid(call: Recurrence) -> Tensor | None:
 
 
 EACH = COUNT + len(EXTRAS)  # tensors of one recurrence
+COPIED = 2**12  # numbers of a CPU's output up to which a copy takes the host no longer than sharing memory
 
 
 class _Sequence(torch.autograd.Function):
@@ -148,23 +150,19 @@ class _Sequence(torch.autograd.Function):
         sides = len(given) // EACH
         tensors, extras = given[: COUNT * sides], given[COUNT * sides :]
         ctx.setting, ctx.path, ctx.keep, ctx.lease, ctx.call = setting, path, keep, None, None
-        ctx.sides, walker = sides, _walker(path, sides)
+        ctx.sides, ctx.version, walker = sides, None, _walker(path, sides)
         kept: list[Tensor] = []
-        if keep == walk.STATES:
-            hist, h_n, c_n, *kept = recompute.forward(setting, path, tensors, extras)
-            output, kept = hist[1:], [hist, *kept]
-        elif path == "cpu":
+        if path == "cpu" and keep != walk.STATES:
             ctx.call = cpu.prepared(setting, tensors, extras)
-        else:
+        elif keep != walk.STATES:
             ctx.lease = passes.lease(setting, path, keep, tensors, extras, walker)
         if ctx.lease is not None:
             output, h_n, c_n = ctx.lease.space.walk(tensors, extras)
-        elif ctx.call is not None:
-            hist, h_n, c_n, *kept = cpu.forward(setting, tensors, extras, keep, ctx.call)
-            output, kept = hist[1:], [hist, *kept]
-        elif keep != walk.STATES:
-            hist, h_n, c_n, *kept = walker.forward(setting, path, tensors, extras, keep)
-            output, kept = walker.output(hist), [hist, *kept]
+        else:
+            hist, h_n, c_n, *kept = _states(ctx, tensors, extras, ctx.call)
+            output, shared = _own(walker.output(hist))
+            ctx.version = _Version(output) if shared and keep != walk.NOTHING else None
+            kept = [hist, *kept]
         if keep != walk.NOTHING:
             ctx.save_for_backward(*given, *kept)
         else:
@@ -181,7 +179,11 @@ class _Sequence(torch.autograd.Function):
         tensors, extras, kept = saved[:count], saved[count:last], saved[last:]
         if ctx.setting.cell != "LSTM":
             grads = (*grads[:2], None)
-        if torch.is_grad_enabled():  # asked for with create_graph: these gradients will be differentiated
+        plain = torch.is_grad_enabled() or batched(grads)  # with create_graph the gradients will be differentiated
+        if ctx.version is not None and ctx.version.changed() and not plain:
+            hist, _, _, *others = _states(ctx, tensors, extras, ctx.call and ctx.call.copy())
+            kept = [hist, *others]
+        if plain:
             found = differentiable_gradients(ctx.setting, tensors, extras, grads, needed[:count], ctx.path)
         elif ctx.lease is not None:
             found = ctx.lease.space.walk_back(tensors, grads, needed[:count])
@@ -196,6 +198,45 @@ class _Sequence(torch.autograd.Function):
         return None, None, None, *found, *(None for _ in extras)
 
 
+def _states(ctx: Any, tensors: Tensors, extras: Tensors, call: cpu.Call | None) -> list[Tensor]:
+    """Run the kernels forward: all states, the final h and c, and what backward needs besides."""
+    if ctx.keep == walk.STATES:
+        return recompute.forward(ctx.setting, ctx.path, tensors, extras)
+    if call is not None:
+        return cpu.forward(ctx.setting, tensors, extras, ctx.keep, call)
+    found: list[Tensor] = _walker(ctx.path, ctx.sides).forward(ctx.setting, ctx.path, tensors, extras, ctx.keep)
+    return found
+
+
+def _own(view: Tensor) -> tuple[Tensor, bool]:
+    """Return an output that may change in place, not a view to autograd, and whether it shares the states' memory."""
+    if view.numel() <= COPIED and not view.is_cuda:
+        return view.clone(), False
+    shape, stride = view.shape, view.stride()
+    return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), shape, stride), True
+
+
+class _Version:
+    """Detects in-place changes of an output, whose memory backward reads, without keeping that memory alive.
+
+    The detached tensor shares the output's version counter; its data are replaced by an empty tensor.
+    """
+
+    def __init__(self, output: Tensor) -> None:
+        self._counter = output.detach()
+        self._counter.data = _empty(output.dtype, output.device)
+        self._first = output._version
+
+    def changed(self) -> bool:
+        return self._counter._version != self._first
+
+
+@cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
+
+
 def _walker(path: str, count: int) -> ModuleType:
     """Where ``forward`` and ``backward`` of one recurrence are, or of several beside or above one another."""
     if count == 1:
@@ -208,15 +249,16 @@ def _walker(path: str, count: int) -> ModuleType:
 def differentiable_gradients(
     setting: Setting, tensors: Tensors, extras: Tensors, grads: Tensors, needed: Sequence[bool], path: str = ""
 ) -> list[Tensor | None]:
-    """The gradients by the reference's own graph, which can be differentiated again."""
-    # Views end gradients here, though one tensor may have been made from another.
-    tensors = [t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needed)]
-    outputs = _outputs_again(setting, tensors, extras, path)
+    """The gradients by the reference's own graph, which can be differentiated again and serves batches of them."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views end gradients here, though one tensor may have been made from another.
+        tensors = [t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needed)]
+        outputs = _outputs_again(setting, tensors, extras, path)
     pairs = [(o, g) for o, g in zip(outputs, grads) if g is not None and o is not None]
     wanted = [t for t, need in zip(tensors, needed) if need and t is not None]
-    found = iter(
-        torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True)
-    )
+    ends, arriving = [o for o, _ in pairs], [g for _, g in pairs]
+    found = iter(torch.autograd.grad(ends, wanted, arriving, create_graph=again, allow_unused=True))
     return [next(found) if need and t is not None else None for t, need in zip(tensors, needed)]
 
 
@@ -355,7 +397,8 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _operator_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    given, kept = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+    saved = list(ctx.saved_tensors)  # once: torch.utils.checkpoint lets each tensor be unpacked a single time
+    given, kept = saved[: ctx.count], saved[ctx.count :]
     lstm = Setting.decode(ctx.setting, ctx.eps).cell == "LSTM"
     like = (kept[0], kept[0][0], kept[0][0])[: 3 if lstm else 2]
     d_hist, *others = (torch.zeros_like(t) if g is None else g for g, t in zip(grads, like))

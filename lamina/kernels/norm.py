@@ -18,6 +18,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 from .. import reference
+from ..checks import batched
 
 Given = Tensor | None
 KINDS = 4096  # that are kept
@@ -196,7 +197,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Given, d_total: Given) -> tuple[Given, ...]:
         kept, (_, x, residual, gain, bias) = ctx.saved_tensors, ctx.needs_input_grad
-        if torch.is_grad_enabled():  # asked for with create_graph: these gradients will be differentiated
+        if torch.is_grad_enabled() or batched((d_out, d_total)):
             d_z, d_gain, d_bias = _differentiable(kept[:3], (d_out, d_total), ctx.kind.form)
         elif d_out is None:
             d_z, d_gain, d_bias = d_total, None, None
@@ -214,11 +215,12 @@ _apply: Any = super(torch.autograd.Function, _Norm).apply
 def _differentiable(kept: Sequence[Given], grads: Sequence[Given], form: tuple[Any, ...]) -> list[Given]:
     """The gradients by the reference's own graph."""
     shape, eps, eps_mode, activation = form
-    given = [None if t is None else t.view_as(t).requires_grad_() for t in kept]
-    there = [t for t in given if t is not None]
-    out = reference.layer_norm(there[0], shape, given[1], given[2], eps, eps_mode, activation=activation)
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        given = [None if t is None else t.view_as(t).requires_grad_() for t in kept]
+        there = [t for t in given if t is not None]
+        out = reference.layer_norm(there[0], shape, given[1], given[2], eps, eps_mode, activation=activation)
     pairs = [(o, g) for o, g in zip((out, there[0]), grads) if g is not None]
-    found = iter(
-        torch.autograd.grad([o for o, _ in pairs], there, [g for _, g in pairs], create_graph=True, allow_unused=True)
-    )
+    ends, arriving = [o for o, _ in pairs], [g for _, g in pairs]
+    found = iter(torch.autograd.grad(ends, there, arriving, create_graph=again, allow_unused=True))
     return [None if t is None else next(found) for t in given]
