@@ -15,7 +15,6 @@ from torch import nn
 
 from . import data, engine, records
 from .batches import Batches
-from .convergence import shown, summary
 from .experiments import module_of
 from .functional import explain
 from .layers import LayerNorm
@@ -49,7 +48,7 @@ def measure(device: str, quick: bool, say: Callable[[str], None]) -> records.Rec
     """A record of kind "bench"; rounds go through all cases in turn, so that a slow minute harms all alike."""
     accelerator = Accelerator(cpu=device == "cpu")
     cuda = accelerator.device.type == "cuda"
-    rounds, updates = (2, 3) if quick else (5, 60 if cuda else 20)
+    rounds, updates = (7, 5) if quick else (7, 60 if cuda else 20)
     cases = [Case(*key) for key in _keys(cuda, quick)]
     ready = [_prepare(case, accelerator, updates) for case in cases]
     for number in range(rounds):
@@ -66,6 +65,7 @@ def measure(device: str, quick: bool, say: Callable[[str], None]) -> records.Rec
         "device": accelerator.device.type,
         "threads": torch.get_num_threads(),
         "batch_size": BATCH,
+        "rounds": rounds,
         "updates_a_round": updates,
         "rows": [_row(case, cases) for case in cases],
     }
@@ -134,15 +134,28 @@ def _row(case: Case, cases: Sequence[Case]) -> dict[str, Any]:
         "norm": case.norm,
         "engine": case.engine,
         "seeds": case.seeds,
-        "milliseconds": summary(case.values),
-        "ratio_to_none": summary(ratios),
+        "milliseconds": spread(case.values),
+        "ratio_to_none": spread(ratios),
     }
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Every round's value, their median and quartiles: one slow round moves a mean and its deviation, not these."""
+    low, median, high = np.percentile(values, (25, 50, 75)).tolist()
+    told = {"values": list(values), "n": len(values), "median": median, "quartiles": [low, high]}
+    return {name: records.rounded(value) for name, value in told.items()}
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row under ``COLUMNS``."""
     what = [row["size"], row["norm"], row["engine"], str(row["seeds"])]
-    return [*what, shown(row["milliseconds"], 3), shown(row["ratio_to_none"], 2)]
+    return [*what, _shown(row["milliseconds"], 3), _shown(row["ratio_to_none"], 2)]
+
+
+def _shown(found: dict[str, Any], digits: int) -> str:
+    """``1.43 (1.40 to 1.52)``."""
+    median, low, high = (f"{value:,.{digits}f}" for value in (found["median"], *found["quartiles"]))
+    return f"{median} ({low} to {high})"
 
 
 def machine() -> dict[str, str]:
