@@ -235,10 +235,10 @@ class _Transfer:
 
 @data_app.command()
 def check(name: Annotated[str, typer.Argument(help="of the data set")], data: DataOption = None) -> None:
-    """Load a data set and compare every byte with what was published."""
-    from .data import load
+    """Load a data set and compare every byte with what was published; an absent one is an error."""
+    from .data import asked_root, default_root, load
 
-    found = load(name, data)
+    found = load(name, asked_root(data) or default_root())  # without a folder, load would hand out the stand-in
     say(f"{name}: {KINDS[found.kind]}: {found.label}")
 
 
@@ -326,7 +326,8 @@ def bench(
     from . import bench
 
     record = bench.measure(device, quick, lambda text: print(text, file=sys.stderr))
-    title = f"Milliseconds an update, mnist, batches of {record['batch_size']}, {record['device']}"
+    title = f"Milliseconds an update, mnist, batches of {record['batch_size']}, {record['device']}; "
+    title += f"median of {record['rounds']} rounds (quartiles)"
     table(title, bench.COLUMNS, [bench.cells(row) for row in record["rows"]])
     _write_json(out, record)
 

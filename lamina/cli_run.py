@@ -110,7 +110,8 @@ def _configs(sheet: Sheet, given: Mapping[str, str], how: How) -> list[Config]:
         return configs
     from . import records, tuning
 
-    return [tuning.apply(records.load(how.tuned), sheet.name, config, tuple(given)) for config in configs]
+    record = records.load(how.tuned, "lamina tune")
+    return [tuning.apply(record, sheet.name, config, tuple(given)) for config in configs]
 
 
 def _typed(context: typer.Context) -> str:

@@ -42,7 +42,7 @@ class Status:
     name: str
     title: str
     folder: Path
-    state: str  # "present", "incomplete" or "absent"
+    state: str  # "present", "incomplete", "absent" or "unreadable"
     size: int  # bytes on the disc, of what is there
     missing: tuple[str, ...]
     licence: str
@@ -55,6 +55,15 @@ def status(root: str | os.PathLike[str] | None = None) -> list[Status]:
 
 
 def _status(source: Source, root: Path) -> Status:
+    """Describe one set; a folder that cannot be read must not hide the other sets."""
+    try:
+        return _seen(source, root)
+    except (InputError, OSError):
+        files = source.layouts[0].files
+        return Status(source.name, source.title, root / source.name, "unreadable", 0, files, source.licence)
+
+
+def _seen(source: Source, root: Path) -> Status:
     found = find(source, root)
     if found is None:
         files = source.layouts[0].files

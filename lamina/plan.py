@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import itertools
 import os
 from collections import Counter
@@ -17,7 +16,6 @@ import typer
 from .errors import fail, one_of
 from .sheets import Config, Job, Sheet
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KINDS = {int: "a whole number", float: "a number", str: "a name"}
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda")]
 
@@ -149,18 +147,13 @@ class How:
 
 
 def writable_folder(path: Path | str, name: str) -> Path:
-    """A folder that can be made and written to, or the user hears of it before anything starts."""
-    try:
-        if not str(path):
-            raise FileNotFoundError(errno.ENOENT, "no name")
-        Path(path).mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "no right to write")
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise
-        received = f"{str(path)!r} ({error.strerror})"
-        raise fail(f"{name} must be a folder to write to", received, "Pass another.") from None
+    """Check that the folder can be written to, or made, before anything starts. It is made with its first file."""
+    above = next(place for place in (Path(path), *Path(path).absolute().parents) if os.path.lexists(place))
+    fault = "" if os.access(above, os.W_OK | os.X_OK) else "no right to write"
+    fault = fault if above.is_dir() else "Not a directory"
+    fault = fault if str(path) else "no name"
+    if fault:
+        raise fail(f"{name} must be a folder to write to", f"{str(path)!r} ({fault})", "Pass another.")
     return Path(path)
 
 

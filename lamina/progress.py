@@ -21,6 +21,7 @@ class Reporter:
         self._tasks: dict[str, TaskID] = {}
         self._began: dict[str, tuple[float, int]] = {}
         self._said: dict[str, float] = {}
+        self._newest: dict[str, tuple[float, dict[str, Any]]] = {}  # when a run was last shown, and its figures
 
     def __enter__(self) -> Reporter:
         if self.console.is_terminal:
@@ -40,17 +41,25 @@ class Reporter:
     def begin(self, label: str, step: int, total: int) -> None:
         """A run of ``total`` updates that stands at ``step``."""
         self._began[label] = (time.monotonic(), step)
+        self._newest[label] = (time.monotonic(), {})
         if self._bars is not None:
             self._tasks[label] = self._bars.add_task(label, total=total, completed=step, loss="")
 
     def advance(self, label: str, step: int, total: int, values: dict[str, Any]) -> None:
         """The run stands at ``step``; ``values`` are its newest figures."""
+        self._newest[label] = (time.monotonic(), values)
         figures = "  ".join(f"{k} {v:.4g}" for k, v in values.items() if v is not None)
         if self._bars is not None:
             self._bars.update(self._tasks[label], completed=step, loss=f"{figures}  {self._rate(label, step):.0f}/s")
         elif time.monotonic() - self._said.get(label, 0) >= self.PAUSE or step == total:
             self._said[label] = time.monotonic()
             self.line(f"{label}: {step:,}/{total:,}  {figures}  {self._left(label, step, total)}")
+
+    def move(self, label: str, step: int, total: int) -> None:
+        """Move the run on between two log lines, with the figures it had; called often, shown now and then."""
+        shown, values = self._newest[label]
+        if time.monotonic() - shown >= (self.PAUSE if self._bars is None else 0.2):
+            self.advance(label, step, total, values)
 
     def end(self, label: str, text: str) -> None:
         """The run is over."""

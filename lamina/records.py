@@ -341,28 +341,24 @@ def _dump(value: Any, indent: str = "") -> str:
     return f"{opening}\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}{closing}"
 
 
-def load(path: str | os.PathLike[str]) -> Record:
-    """A record from its file; kinds other than "experiment" are handed on as they are."""
-    shown = Path(path).name
+def load(path: str | os.PathLike[str], command: str = "lamina report") -> Record:
+    """Read a record from its file; an error names the command that makes such records."""
+    shown, remedy = Path(path).name, f"Make it anew with {command}."
     try:
         record = _parse(Path(path).read_text(encoding="utf-8"), "the file")
     except (OSError, ValueError) as error:
-        raise fail(
-            "a record must be a readable JSON file", f"{shown}: {error}", "Make it anew with lamina report."
-        ) from error
+        raise fail("a record must be a readable JSON file", f"{shown}: {error}", remedy) from error
     if not isinstance(record, dict) or record.get("schema") != SCHEMA or not isinstance(record.get("kind"), str):
         found = (
             {key: record.get(key) for key in ("schema", "kind")} if isinstance(record, dict) else type(record).__name__
         )
-        raise fail(
-            f"a record must have schema {SCHEMA} and a kind", f"{shown}: {found}", "Make it anew with lamina report."
-        )
+        raise fail(f"a record must have schema {SCHEMA} and a kind", f"{shown}: {found}", remedy)
     if record["kind"] == "experiment":
-        _check_experiment(record, shown)
+        _check_experiment(record, shown, remedy)
     return record
 
 
-def _check_experiment(record: Record, shown: str) -> None:
+def _check_experiment(record: Record, shown: str, remedy: str) -> None:
     try:
         if not all(
             isinstance(text, str) for text in (record["experiment"], record["data"]["name"], record["data"]["kind"])
@@ -374,6 +370,4 @@ def _check_experiment(record: Record, shown: str) -> None:
                 raise TypeError("a run lacks config, seed or finished, or its lists differ in length")
     except (KeyError, TypeError, AttributeError) as error:
         missing = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise fail(
-            "a record of an experiment must be whole", f"{shown}: {missing}", "Make it anew with lamina report."
-        ) from None
+        raise fail("a record of an experiment must be whole", f"{shown}: {missing}", remedy) from None

@@ -71,6 +71,7 @@ def _together(runs: list[Run], accelerator: Accelerator, stop: Stop) -> list[str
             count = min(run.steps.burst, run.until - run.step)
             run.steps.launch(run.step, count)
             run.step += count
+            run.say.move(run.label, run.step, run.total_steps)
             if run.step == run.until:
                 failure = _event(run, clock)
                 failures += [failure] if failure else []

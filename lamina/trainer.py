@@ -24,6 +24,7 @@ from .population import StatisticsModule
 from .progress import Reporter
 from .runs import Checkpoint, RunFolder, rng_state, set_rng_state
 from .sheets import Job, find
+from .sheets.base import check_statistics
 from .stack import Stack
 
 
@@ -58,6 +59,7 @@ class Run:
                 f"{self.config.batch_size} cases in {parts} parts",
                 "Change one of them.",
             )
+        check_statistics(self.config, parts)
         if len(self.job.seeds) > 1 and self.accelerator.num_processes > 1:
             raise fail(
                 "seeds are stacked in one process only",

@@ -175,6 +175,10 @@ BAD = [
     ("run mnist --data embedded --engine graph --device cpu", "CUDA"),
     ("run mnist --data embedded --engine compile --device cpu", "CUDA"),
     ("run mnist --data embedded --batch-size 6 --accumulate 4 --device cpu", "--accumulate"),
+    ("run mnist --norm layer,batch --batch-size 128,1", "at least two cases"),
+    ("run convnet --norm batch --batch-size 8 --accumulate 8", "8 in 8 parts"),
+    ("run mnist --data embedded --tuned nope.json", "lamina tune"),
+    ("data check mnist", "lamina data get mnist"),
     ("data check mnist --data CORRUPT", "train-images-idx3-ubyte"),
     ("data get mnist --data embedded", "folder"),
     ("data get mnist --data EMPTY --mirror ftp://there", "http"),
@@ -215,6 +219,8 @@ def test_bad_input_is_one_line_and_code_2(capsys, tmp_path, monkeypatch, finishe
     line = one_line(capsys, words.split(" "))
     assert any(option in line for option in part.split("|"))
     assert not list(tmp_path.rglob("config.json"))  # nothing has begun
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left <= {"FILE", "EMPTY", "DONE", "HALF", "CORRUPT"}, "a failed command leaves no folder behind"
     assert sorted(p.name for p in finished.rglob("*")) == before
 
 
@@ -493,11 +499,13 @@ def test_bench_writes_a_record(capsys, tmp_path):
     assert (record["kind"], record["name"], record["device"]) == ("bench", "train", "cpu")
     assert [row["norm"] for row in record["rows"]] == list(find("mnist").norms)
     for row in record["rows"]:
-        assert row["milliseconds"]["n"] == len(row["milliseconds"]["values"]) == 2
+        assert row["milliseconds"]["n"] == len(row["milliseconds"]["values"]) == record["rounds"] == 7
+        low, high = row["milliseconds"]["quartiles"]
+        assert low <= row["milliseconds"]["median"] <= high
         assert min(row["milliseconds"]["values"]) > 0
     plain = next(row for row in record["rows"] if row["norm"] == "none")
     layer = next(row for row in record["rows"] if row["norm"] == "layer")
-    assert plain["ratio_to_none"]["values"] == [1, 1]
+    assert plain["ratio_to_none"]["values"] == [1] * 7
     ratio = layer["milliseconds"]["values"][0] / plain["milliseconds"]["values"][0]
     assert layer["ratio_to_none"]["values"][0] == pytest.approx(ratio, rel=1e-4)
     assert "Ratio to none" in out
@@ -522,6 +530,22 @@ def test_data_table_and_check(capsys, tmp_path):
     assert "absent" in lines["cifar10"]
     assert "MIT" in lines["fashion_mnist"]
     assert "EMBEDDED STAND-IN" in said(capsys, "data", "check", "mnist", "--data", "embedded")[0]
+
+
+def test_an_unreadable_data_folder_does_not_hide_the_others(capsys, monkeypatch, tmp_path):
+    (tmp_path / "mnist").mkdir()
+    listed = os.listdir
+
+    def refuse(path):
+        if str(path).endswith("cifar10"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    out, _ = said(capsys, "data", "--data", tmp_path)
+    lines = {line.split()[1]: line for line in out.splitlines() if line.startswith("│")}
+    assert "unreadable" in lines["cifar10"]
+    assert "absent" in lines["mnist"]
 
 
 # Speed of convergence

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -69,6 +72,22 @@ class Signaller(Reporter):
         self.after -= 1
         if self.after == 0:
             os.kill(os.getpid(), self.number)
+
+
+def test_a_run_moves_on_before_its_first_log_line(tmp_path):
+    text = io.StringIO()
+    with Reporter(Console(file=text, width=200)) as reporter:
+        reporter.PAUSE = 0
+        train([job(log_every=10**6)], settings(tmp_path), reporter)
+    shown = [int(step) for step in re.findall(r"seed0: (\d+)/\d+ ", text.getvalue())]
+    assert shown[:3] == [1, 2, 3]
+
+
+def test_batch_norm_over_one_case_of_a_share_is_refused(tmp_path, say, monkeypatch):
+    wanted, limits = job(norm="batch", batch_size=4), settings(tmp_path)
+    monkeypatch.setattr(Accelerator, "num_processes", 4)
+    with pytest.raises(InputError, match="at least two cases for its statistics, got --batch-size 4 in 4 parts"):
+        train([wanted], limits, say)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

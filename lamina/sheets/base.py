@@ -55,6 +55,16 @@ class Config:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             _check_setting(item, getattr(self, item.name))
+        check_statistics(self, self.accumulate)
+
+
+def check_statistics(config: Config, parts: int) -> None:
+    """Refuse batch norm over one case: its units vary over no cases, so their output is the bias alone."""
+    if config.norm.startswith("batch") and config.batch_size // parts < 2:
+        received = f"--batch-size {config.batch_size}" + (f" in {parts} parts" if parts > 1 else "")
+        raise fail(
+            f"--norm {config.norm} needs at least two cases for its statistics", received, "Take a larger --batch-size."
+        )
 
 
 def _check_setting(item: dataclasses.Field[Any], value: Any) -> None:
