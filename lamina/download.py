@@ -93,9 +93,9 @@ def get(
     present = _present(source, root)
     if present is not None:
         return present
-    home = root / name
+    home, urls = root / name, [_urls(remote, base_urls) for remote in source.remotes]
     with _on_disc(home), _only_one(home):
-        return [_fetch(source, remote, home, _urls(remote, base_urls), progress) for remote in source.remotes]
+        return [_fetch(source, remote, home, known, progress) for remote, known in zip(source.remotes, urls)]
 
 
 def _root(root: str | os.PathLike[str] | None, forbid_embedded: bool = False) -> Path:

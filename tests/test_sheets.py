@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,14 @@ MNIST_NEEDS = {
 def mnist_runs(counts):
     made = [r for (norm, size), n in counts.items() for r in seeds(norm, n, batch_size=size, train_nll=0.001)]
     return [{**r, "curve": {**r["curve"], "test_error": [0.1]}} for r in made]
+
+
+def test_the_readmes_first_run_is_enough_for_every_claim():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    norms, sizes, n = re.search(r"run mnist --small --norm (\S+) --batch-size (\S+) --seeds (\d+)", readme).groups()
+    assert int(n) >= MIN_SEEDS
+    covered = {(norm, int(size)) for norm in norms.split(",") for size in sizes.split(",")}
+    assert set().union(*MNIST_NEEDS.values()) <= covered
 
 
 @pytest.mark.parametrize("claim", [c.name for c in find("mnist").claims])
