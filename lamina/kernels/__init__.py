@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ..checks import BackendError, one_of, traced
 from ..placements import GATES
