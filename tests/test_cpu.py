@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lamina
 from lamina import functional, reference
 from lamina.kernels import cpu, cpu_target, cpu_team, fused
-from tests.cases import EVERY, assert_same, cast, everything, leaves, random_call
+from tests.cases import CELLS, EVERY, assert_same, cast, everything, leaves, random_call
 from tests.test_sequence import assert_as_good, problem
 
 pytest.importorskip("numba")
@@ -509,3 +509,10 @@ def test_a_stream_goes_on_from_a_given_state_and_takes_new_weights():
 def test_what_cannot_be_streamed_is_refused_with_words(make, word):
     with pytest.raises((TypeError, ValueError), match=word):
         make()
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_an_input_without_features_counts_as_zeros(cell):
+    call = random_call(cell, "layer", "paper", (4, 2, 0, 3))
+    found, want = (everything(call, run) for run in (lambda c: fused.run(c, "cpu"), reference.evaluate))
+    assert_same(list(found.values()), list(want.values()), 1e-12, list(found))

@@ -94,6 +94,9 @@ def packed(weight: Tensor, turned: bool) -> Tensor:
 def multiply(left: Tensor, weight: Tensor, turned: bool, out: Tensor) -> None:
     """out = left times a matrix or its transpose: a row's numbers are the same bits among few rows and among many."""
     (rows, depth), columns = left.shape, out.shape[1]
+    if depth == 0:
+        out.zero_()
+        return
     panel, job = panel_width(left.element_size()), Job(left.dtype)
     panels, size = -(-columns // panel), (STRETCH + 2 * depth) * panel
     count = max(1, min(cpu_team.threads(), rows * weight.numel() // WORTH))
