@@ -157,3 +157,20 @@ def test_a_reset_state_that_does_not_fit_is_refused(wrong):
     state = {"shape": torch.zeros(1, 3, 5), "dtype": torch.zeros(1, 2, 5).double(), "kind": "zeros"}[wrong]
     with pytest.raises(lamina.InputError, match={"shape": "h_0", "dtype": "reset h", "kind": "reset_state"}[wrong]):
         layer(torch.randn(4, 2, 3), resets=resets, reset_state=state)
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch"], ids=["fused operator", "opaque operator"])
+def test_compiled_layers_reset_as_eager_ones_do(norm):
+    layer = lamina.LSTM(3, 5, norm=norm, dtype=torch.float64).eval()
+    x, resets = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True), torch.rand(5, 2) < 0.4
+    hx, anew = state_of(layer, 2), state_of(layer, 2)
+    if norm == "batch":
+        layer.train()(x)  # population statistics for evaluation
+        layer.eval()
+    fast = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    inputs = [x, *hx, *anew, *layer.parameters()]
+    got, want = (
+        flat(run(x, hx, lengths=torch.tensor([5, 3]), resets=resets, reset_state=anew)) for run in (fast, layer)
+    )
+    assert_same(got, want)
+    assert_same(gradients(got, inputs), gradients(want, inputs))
