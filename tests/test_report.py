@@ -124,6 +124,14 @@ class TestFiles:
             assert -1 < text.lower().find("stand-in data") < text.find("On real data")
         assert "config.json is not valid JSON" in only(list(built.notes))
 
+    @pytest.mark.usefixtures("small")
+    def test_a_report_on_stand_ins_alone_counts_nothing_as_real(self, tmp_path):
+        write_run(tmp_path / "runs", data=STAND_IN)
+        done = build(tmp_path)
+        assert sum(done.real) == 0 < sum(done.stand_in)
+        assert "On real data" not in done.markdown.read_text(encoding="utf-8") + page_of(done).text
+        assert "no verdict here is on real data" in done.markdown.read_text(encoding="utf-8")
+
     def test_links_of_the_markdown_lead_to_the_figures(self, built):
         links = re.findall(r"\]\(([^)#]+)\)", built.markdown.read_text(encoding="utf-8"))
         assert len(links) == 6
