@@ -23,6 +23,8 @@ from .given import there as _there
 
 CHUNK = 512  # rows whose W_x x, or gradients, are there at once: what is not kept stays in the caches
 KINDS = {torch.float32: "float32", torch.float64: "float64"}
+PIECE = 2048  # rows of one product at most that becomes a part of a matrix's gradient
+BLOCK = 64  # such products that are added up before they meet the sum of all
 FEW = 64  # rows of a product for each thread below which threads take columns: rows are shared at the price of packing
 SHARE = 2**15  # numbers of a matrix that are worth a thread of their own where threads share one row's product
 WORTH = 2**17  # multiplications of a product, likewise
@@ -268,6 +270,7 @@ def backward(
     if d_c is not None and lstm:
         dc.copy_(d_c)
     shares = torch.zeros(call.threads, 4 * width + 2 * hidden, dtype=call.dtype)
+    totals = torch.zeros_like(shares, dtype=torch.float64)
     chunk = max(1, min(steps, CHUNK // batch))
     d_raw, d_summed = call.empty(chunk * batch, width), call.empty(chunk * batch, width)
     call.matrix(weight, True)
@@ -275,7 +278,7 @@ def backward(
         summed=summed, hist=hist, c_hist=c_hist, c_step=batch * hidden * size, xhat=xhat,
         xhat_step=batch * width * size, rstd=rstd, scratch=_scratch(call, 1), dh=dh, dc=dc,
         d_reset_h=d_reset_h, d_reset_c=d_reset_c, past=past, d_raw=d_raw, d_summed=d_summed, shares=shares,
-        d_out=hist.new_empty(0) if d_out is None else d_out,
+        totals=totals, d_out=hist.new_empty(0) if d_out is None else d_out,
     )  # fmt: skip
     found = _Matrices(call, by_name, hist, wanted)
     for end in range(steps, 0, -chunk):
@@ -286,7 +289,7 @@ def backward(
         found.add(begin, end, d_raw[:rows], d_summed[:rows])
     call.let_go("weight", "packed", "z", "scratch")
     states = {"h": dh, "c": dc, "reset_h": d_reset_h, "reset_c": d_reset_c}
-    given = {**found.result(), **states, **_small(call, shares, by_name)}
+    given = {**found.result(), **states, **_small(call, totals, by_name)}
     found_in_order = [(t, given[name]) for name, t in by_name.items()]
     return [None if t is None or d is None else d if d.dtype is t.dtype else d.to(t.dtype) for t, d in found_in_order]
 
@@ -299,17 +302,16 @@ class _Matrices:
         x, self.weight_ih = _there(by_name["input"]), _there(by_name["weight_ih"])
         self.x = x.flatten(0, 1)
         self.d_input = torch.empty_like(x) if wanted["input"] else None
-        self.d_ih = torch.empty_like(self.weight_ih) if wanted["weight_ih"] else None
-        self.d_hh = torch.empty_like(_there(by_name["weight_hh"])) if wanted["weight_hh"] else None
+        self.d_ih = _SumOfProducts(self.weight_ih) if wanted["weight_ih"] else None
+        self.d_hh = _SumOfProducts(_there(by_name["weight_hh"])) if wanted["weight_hh"] else None
 
     def add(self, begin: int, end: int, raw: Tensor, summed: Tensor) -> None:
         """Of steps begin to end; ``raw``, ``summed``: gradients of the two products, a row for each step and case."""
         rows = slice(begin * self.call.batch, end * self.call.batch)
-        beta = 0 if end == self.call.steps else 1  # the last steps come first: nothing is there to add to
         if self.d_hh is not None:
-            self.d_hh.addmm_(raw.t(), self._factors(begin, end).flatten(0, 1), beta=beta)
+            self.d_hh.add(raw, self._factors(begin, end).flatten(0, 1))
         if self.d_ih is not None:
-            self.d_ih.addmm_(summed.t(), self.x[rows], beta=beta)
+            self.d_ih.add(summed, self.x[rows])
         if self.d_input is not None:
             multiply(summed, self.weight_ih, False, self.d_input.flatten(0, 1)[rows])
 
@@ -321,13 +323,38 @@ class _Matrices:
         return before if self.call.drop is None else before * self.call.drop
 
     def result(self) -> dict[str, Any]:
-        return {"input": self.d_input, "weight_ih": self.d_ih, "weight_hh": self.d_hh}
+        sums = {"weight_ih": self.d_ih, "weight_hh": self.d_hh}
+        return {"input": self.d_input, **{name: d and d.result() for name, d in sums.items()}}
 
 
-def _small(call: Call, shares: Tensor, by_name: dict[str, Given]) -> dict[str, Any]:
+class _SumOfProducts:
+    """left^T right over many rows, summed in blocks: one float32 sum over all rows is off by 1e-5 of its value.
+
+    Each piece is a product of its own: torch.addmm goes on with the sum that it is given, row by row.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.product, self.pieces = torch.empty_like(like), 0
+        self.block: Tensor | None = None
+        self.total: Tensor | None = None
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        parts = -(-left.shape[0] // PIECE)
+        for some, others in zip(left.chunk(parts), right.chunk(parts)) if parts > 1 else [(left, right)]:
+            if self.block is None or self.pieces % BLOCK == 0:
+                self.total, self.block = self.result(), torch.mm(some.t(), others)
+            else:
+                self.block.add_(torch.mm(some.t(), others, out=self.product))
+            self.pieces += 1
+
+    def result(self) -> Tensor | None:
+        return self.block if self.total is None else self.total.add_(_there(self.block))
+
+
+def _small(call: Call, totals: Tensor, by_name: dict[str, Given]) -> dict[str, Any]:
     """Gradients of gains and biases."""
     width, hidden, form = call.width, call.hidden, call.form
-    total = shares[0] if call.threads == 1 else shares.sum(0)
+    total = (totals[0] if call.threads == 1 else totals.sum(0)).to(call.dtype)
     bias, gain, bias_x, gain_x, bias_cell, gain_cell = torch.split(total, [width] * 4 + [hidden] * 2)
     outer = bias if form.site == "sum" else bias_x
     return {

@@ -19,7 +19,8 @@ FIELDS = (
     "scratch", "scratch_size",  # of each thread, in numbers
     "d_out", "dh", "dc", "d_reset_h", "d_reset_c", "past",  # [T, B, H], then [B, H]
     "d_raw", "d_summed",  # [steps of this call, B, W]
-    "shares",  # [threads, 4 W + 2 H]: gradients of bias, gain, bias_x, gain_x, bias_cell, gain_cell
+    "shares",  # [threads, 4 W + 2 H]: gradients of bias, gain, bias_x, gain_x, bias_cell, gain_cell, of some rows
+    "totals",  # float64, of all rows
     "threads", "shared",  # shared: threads take columns of a product, and the first of them all rows
     "left", "rows", "depth", "columns", "turned", "out",  # of a product with many rows, and of packing
     "packed_x",  # of a stream, whose input [B, D] is ``left``, its output ``out``: products are made here
