@@ -18,6 +18,7 @@ from . import reference
 from .checks import check_kind, describe, epsilon, fail, finite, one_of, positive_int, probability, readable
 from .population import StatisticsModule, padded, population_statistics
 from .reference import EPS_MODES, Moments, statistics_dtype
+from .scripting import leaf, refuse, symbolic
 
 __all__ = ["BatchNorm", "StepStatistics", "population_statistics", "weight_norm_gain"]
 
@@ -116,7 +117,13 @@ class BatchNorm(StatisticsModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, C] or [N, C, *] to the same shape and dtype."""
+        if symbolic(input):
+            return leaf(self, input)  # type: ignore[no-any-return]
         return self.normalise(input, self.weight, self.bias)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse torch.jit.script."""
+        return refuse(self)
 
     def normalise(self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Forward with gains and biases [C] of the caller's; layers that own theirs come in here."""

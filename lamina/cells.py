@@ -14,6 +14,7 @@ from .kernels.given import NAMES, STEP
 from .options import Options, with_options
 from .placements import STATES
 from .recurrent_base import RecurrentModule, State
+from .scripting import leaf, symbolic
 
 _PARAMETERS = NAMES[3:STEP]
 
@@ -56,13 +57,15 @@ class RecurrentCell(RecurrentModule):
         """The recurrent-dropout mask [B, H] of one sequence: draw it once, pass it to every step's call."""
         return self._draw_recurrent_mask(batch_size, self.get_parameter("weight_hh"))
 
-    def forward(self, input: Tensor, hx: Any = None, *, recurrent_mask: Tensor | None = None, step: int = 0) -> Any:
+    def forward(self, input: Tensor, hx: Any = None, recurrent_mask: Tensor | None = None, step: int = 0) -> Any:
         """The next state: h [B, H], for the LSTM (h, c); without B for an input [D].
 
         hx: the state before this step, None for the initial one.
         recurrent_mask: what ``recurrent_mask(batch_size)`` gave for this sequence, with recurrent_dropout.
         step: the time step's number, for batch norm's per-step statistics.
         """
+        if symbolic(input):
+            return leaf(self, input, hx=hx, recurrent_mask=recurrent_mask, step=step)
         state = self._again(input, hx, recurrent_mask) or self._run(input, hx, recurrent_mask, step)
         return state if self.cell == "LSTM" else state[0]
 

@@ -20,6 +20,7 @@ from .checks import check_kind, describe, epsilon, fail, finite, one_of, positiv
 from .kernels import BACKENDS, Request, norm
 from .placements import NORMS
 from .reference import ACTIVATIONS, EPS_MODES, Activation, statistics_dtype
+from .scripting import leaf, refuse, scriptable, symbolic
 
 # 1 + xi_sigma, a normal draw, comes near 0 when few samples are modelled: E[1/|1 + xi|] does not exist, and at
 # N <= 16 (its deviation is then 0.35 or more) single draws would dominate a whole batch. The floor lets noise
@@ -68,6 +69,8 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
         """[*, *normalized_shape] to the same shape; with a residual that and input + residual."""
+        if symbolic(input):
+            return leaf(self, input, residual=residual)
         if residual is None and self.activation is None and self.backend == "auto":
             shape, eps = self.normalized_shape, self.eps
             quick = functional.quick_layer_norm(input, shape, self.weight, self.bias, eps, self.eps_mode)
@@ -82,6 +85,12 @@ class LayerNorm(nn.LayerNorm):
             input, self.normalized_shape, self.weight, self.bias, self.eps, self.eps_mode,
             activation=self.activation, residual=residual, backend=self.backend,
         )  # fmt: skip
+
+    def __prepare_scriptable__(self) -> Any:
+        """Return the same layer in the form that torch.jit.script compiles."""
+        if type(self) not in (LayerNorm, _ScriptableLayerNorm) or self.activation or not _torchs_eps(self):
+            return refuse(self)
+        return scriptable(self, _ScriptableLayerNorm)
 
     def _again(self, input: Tensor, residual: Tensor | None) -> Any:
         """What ``functional.layer_norm`` gives where a call like this one has been checked before; else None."""
@@ -158,6 +167,8 @@ class NoisyLayerNorm(LayerNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
         """[*, *normalized_shape] to the same shape; with a residual that and input + residual."""
+        if symbolic(input):
+            return leaf(self, input, residual=residual)
         if not self.training or math.isinf(self.num_samples):
             return super().forward(input, residual)
         if residual is not None:
@@ -301,6 +312,13 @@ class NormalisedLayer(nn.Module):
             return None
         return _layer_norm_request(self.weight if input is None else input, self.eps, self.eps_mode)
 
+    def __prepare_scriptable__(self) -> Any:
+        """Return the same layer in the form that torch.jit.script compiles."""
+        plain = self.norm is None or (self.norm == "layer" and _torchs_eps(self))
+        if type(self) not in (Linear, _ScriptableLinear) or self.activation is not None or not plain:
+            return refuse(self)
+        return scriptable(self, _ScriptableLinear)
+
     def extra_repr(self) -> str:
         usual = {"activation": None, "eps": 1e-5, "eps_mode": "var", "gain_init": None, "backend": "auto"}
         return f"{super().extra_repr()}, norm={self.norm!r}" + _shown(self, usual)
@@ -344,6 +362,8 @@ class Linear(NormalisedLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
+        if symbolic(input):
+            return leaf(self, input)  # type: ignore[no-any-return]
         name = f"Linear({self.in_features}, {self.out_features})"
         x = check_kind(name, input, self.weight, half_input=False)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -351,6 +371,37 @@ class Linear(NormalisedLayer, nn.Linear):
         summed = F.linear(x, *self._operands())
         cases = summed.reshape(-1, self.out_features)
         return self._activate(self._normalise(cases).reshape(summed.shape))
+
+
+class _ScriptableLayerNorm(LayerNorm):
+    """``LayerNorm`` for torch.jit.script, which leaves it in the model: without scripting it is the same layer."""
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return LayerNorm.forward(self, input, residual)  # type: ignore[no-any-return]
+        if residual is not None:
+            raise ValueError("a scripted LayerNorm takes no residual, got one. Add it before the layer.")
+        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    def _get_name(self) -> str:
+        return "LayerNorm"
+
+
+class _ScriptableLinear(Linear):
+    """The same for ``Linear``."""
+
+    __annotations__ = {}  # torch.jit cannot read the inherited ones
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return Linear.forward(self, input)
+        if self.norm is None:
+            return F.linear(input, self.weight, self.bias)
+        summed = F.linear(input, self.weight)
+        return F.layer_norm(summed, [self.out_features], self.gain, self.bias, self.eps)
+
+    def _get_name(self) -> str:
+        return "Linear"
 
 
 class Conv2d(NormalisedLayer, nn.Conv2d):
@@ -441,6 +492,8 @@ class Conv2d(NormalisedLayer, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, in_channels, H, W] or [in_channels, H, W] to the convolution's output shape."""
+        if symbolic(input):
+            return leaf(self, input)  # type: ignore[no-any-return]
         x = self._checked(input)
         summed = self._conv_forward(x if x.dim() == 4 else x.unsqueeze(0), *self._operands())
         out = self._activate(self._normalise(summed))
@@ -462,6 +515,11 @@ class Conv2d(NormalisedLayer, nn.Conv2d):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + _shown(self, {"gain_shape": "channel", "input_size": None})
+
+
+def _torchs_eps(layer: LayerNorm | NormalisedLayer) -> bool:
+    """Whether eps is used as torch's own layer norm uses it."""
+    return layer.eps_mode == "var" and layer.eps > 0
 
 
 def _normal(like: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from .placements import STATES
 from .recurrence_checks import check_lengths, check_resets
 from .recurrent_base import GivenState, RecurrentModule, State
 from .reference import Recurrence, SequenceResult
+from .scripting import leaf, symbolic
 
 
 class Start(NamedTuple):
@@ -104,7 +105,7 @@ class RecurrentLayer(RecurrentModule):
         return tuple(h.index_select(1, permutation) for h in hx)
 
     def forward(
-        self, input: Any, hx: Any = None, *, lengths: Any = None, resets: Tensor | None = None, reset_state: Any = None
+        self, input: Any, hx: Any = None, lengths: Any = None, resets: Tensor | None = None, reset_state: Any = None
     ) -> tuple[Any, Any]:
         """Outputs [T, B, num_directions * P], laid out as the input is, and the final state: h_n, LSTM (h_n, c_n).
 
@@ -117,6 +118,8 @@ class RecurrentLayer(RecurrentModule):
             the learned initial state, whatever ``hx`` was. Resets in a case's padding change nothing.
         reset_state: the state that a reset goes to instead, laid out as ``hx``.
         """
+        if symbolic(input):
+            return leaf(self, input, hx=hx, lengths=lengths, resets=resets, reset_state=reset_state)  # type: ignore[no-any-return]
         output, state = self._run(input, hx, lengths, resets, reset_state)
         return output, state if self.cell == "LSTM" else state[0]
 

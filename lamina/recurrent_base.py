@@ -14,6 +14,7 @@ from .kernels import Request
 from .options import Options, initialise, parameter_shapes
 from .placements import STATES
 from .reference import CellWeights, Masks, Moments, Recurrence, statistics_dtype
+from .scripting import refuse
 
 State = tuple[Tensor, ...]
 GivenState = tuple[Tensor | None, ...]  # None is 0
@@ -38,6 +39,10 @@ class RecurrentModule(nn.Module):
         self.options = options
         self._where = self.options.check(self.cell, bias)
         self._factory = {"device": device, "dtype": dtype}
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse torch.jit.script."""
+        return refuse(self)
 
     @property
     def norm(self) -> str | None:
@@ -175,9 +180,9 @@ class RecurrentModule(nn.Module):
         x = args[0] if args else None
         if isinstance(x, PackedSequence):
             return int(x.batch_sizes[0])
-        return (
-            int(x.shape[-2 if not getattr(self, "batch_first", False) else 0]) if x is not None and x.dim() == 3 else 1
-        )
+        if x is None or x.dim() != (2 if self.single_step else 3):
+            return 1
+        return int(x.shape[0 if self.single_step or getattr(self, "batch_first", False) else 1])
 
     def _option_repr(self) -> list[str]:
         shown = [f"norm={self.norm!r}"] + ([f"placement={self.placement!r}"] if self.placement else [])

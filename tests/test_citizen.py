@@ -454,6 +454,9 @@ def test_explain_names_backend_and_reason():
     assert lamina.explain(layer) == choice
     packed = pack_padded_sequence(x, torch.tensor([4, 2]))
     assert lamina.explain(layer, packed) == choice
+    for empty in (lamina.explain(lamina.GRUCell(3, 5), x[0, :0]), lamina.explain(lamina.GRU(3, 5), x[:, :0])):
+        assert empty.backend == "reference"
+        assert "batch is empty" in empty.reason
     forced = lamina.explain(lamina.GRUCell(3, 5, backend="reference"))
     assert "asked for" in forced.reason
     h = torch.zeros(2, 5)

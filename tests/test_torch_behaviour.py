@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -178,3 +180,107 @@ def test_batches_of_gradients_of_a_layer_norm():
         found = module(x)
         results.append(torch.autograd.grad(found, [x, *module.parameters()], upstream, is_grads_batched=True))
     assert_same(*results, 1e-6)
+
+
+# Graphs that torch.fx, torch.jit and the older ONNX exporter make.
+
+MODULES = {
+    "LayerNorm": (lambda: lamina.LayerNorm(4), (3, 4)),
+    "NoisyLayerNorm": (lambda: lamina.NoisyLayerNorm(4, 8), (3, 4)),
+    "Linear": (lambda: lamina.Linear(4, 5), (3, 4)),
+    "Conv2d": (lambda: lamina.Conv2d(4, 5, 3), (2, 4, 6, 6)),
+    "BatchNorm": (lambda: lamina.BatchNorm(4), (3, 4)),
+    **{kind: ((lambda kind=kind: getattr(lamina, kind)(4, 5)), (3, 2, 4)) for kind in CELLS},
+    **{kind: ((lambda kind=kind: getattr(lamina, kind)(4, 5)), (2, 4)) for kind in SINGLE},
+}
+
+
+class Around(nn.Module):
+    """A model of which the layer is a part."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        found = self.layer(x + 0)
+        return found[0] if isinstance(self.layer, lamina.recurrent.RecurrentLayer | lamina.LSTMCell) else found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_are_leaves_of_a_traced_graph(name):
+    make, shape = MODULES[name]
+    model, x = Around(make()), torch.randn(shape)
+    graph = torch.fx.symbolic_trace(model)
+    calls = [node for node in graph.graph.nodes if node.op in ("call_module", "get_attr")]
+    assert [(node.op, node.target) for node in calls] == [("call_module", "layer")]
+    torch.manual_seed(1)
+    want = model(x)
+    torch.manual_seed(1)
+    assert torch.equal(graph(x), want)
+    with pytest.raises(lamina.InputError, match="one node"):
+        torch.fx.symbolic_trace(make())
+
+
+def test_a_traced_graph_keeps_states_and_options():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.layer = lamina.LayerNorm(4), lamina.LSTM(4, 5)
+
+        def forward(self, x, h, c, lengths):
+            x, total = self.norm(x, x)
+            output, (h, c) = self.layer(x, (h, c), lengths=lengths)
+            return output, h + total.sum(), c
+
+    model, h = Model(), torch.randn(1, 2, 5)
+    given = torch.randn(3, 2, 4), h, h, torch.tensor([3, 1])
+    assert_same(torch.fx.symbolic_trace(model)(*given), model(*given), 0)
+
+
+SCRIPTED = [
+    lambda: lamina.LayerNorm(4, bias=False),
+    lambda: lamina.Linear(4, 5),
+    lambda: lamina.Linear(4, 5, norm=None),
+]
+
+
+@pytest.mark.parametrize("make", SCRIPTED)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torch_jit_script_of_layers_in_torchs_form(make):
+    layer, x = make(), torch.randn(3, 4)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    model, want = nn.Sequential(layer, nn.ReLU()), torch.relu(layer(x))
+    for _ in range(2):
+        assert_same([torch.jit.script(model)(x)], [want], 1e-6)
+    assert isinstance(model[0], type(layer))  # torch leaves the scriptable form in the model
+    assert repr(model[0]) == repr(layer)
+    assert torch.equal(model(x), want)
+
+
+REFUSED = [
+    lambda: lamina.LayerNorm(4, activation="relu"),
+    lambda: lamina.Linear(4, 5, norm="batch"),
+    *(make for name, (make, _) in MODULES.items() if name not in ("LayerNorm", "Linear")),
+]
+
+
+@pytest.mark.parametrize("make", REFUSED)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torch_jit_script_of_others_names_what_serves(make):
+    with pytest.raises(lamina.InputError, match=r"torch\.jit\.script compiles .* Use torch\.export"):
+        torch.jit.script(nn.Sequential(make()))
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRUCell"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_older_onnx_exporter_takes_a_bare_layer(kind):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs the dev extra")
+    make, shape = MODULES[kind]
+    layer, x, file = make().eval(), torch.randn(shape), io.BytesIO()
+    torch.use_deterministic_algorithms(False)  # its NaN filling would be exported as part of the graph
+    torch.onnx.export(layer, (x,), file, dynamo=False)
+    session = onnxruntime.InferenceSession(file.getvalue())
+    got = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert_same([torch.from_numpy(t) for t in got], outputs(layer, x), 2e-6)
