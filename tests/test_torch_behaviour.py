@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -284,3 +286,156 @@ def test_the_older_onnx_exporter_takes_a_bare_layer(kind):
     session = onnxruntime.InferenceSession(file.getvalue())
     got = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert_same([torch.from_numpy(t) for t in got], outputs(layer, x), 2e-6)
+
+
+# Arguments, parameters and errors.
+
+BUILDS = {
+    "no layers": ((4, 5, 0), {}),
+    "no units": ((4, -1), {}),
+    "units of a float": ((4, 5.0), {}),
+    "dropout above one": ((4, 5, 2), {"dropout": 1.5}),
+    "dropout of a truth value": ((4, 5, 2), {"dropout": True}),
+    "dropout of a text": ((4, 5, 2), {"dropout": "half"}),
+    "unknown option": ((4, 5), {"units": 3}),
+    "projection": ((4, 5), {"proj_size": 5}),
+    "negative projection": ((4, 5), {"proj_size": -1}),
+}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_constructors_refuse_what_torchs_refuse(cell, name):
+    sizes, options = BUILDS[name]
+    with pytest.raises((TypeError, ValueError)) as theirs:
+        getattr(nn, cell)(*sizes, **options)
+    with pytest.raises(theirs.type):
+        getattr(lamina, cell)(*sizes, norm=None, **options)
+
+
+@pytest.mark.parametrize("kind", SINGLE)
+def test_constructors_of_cells_refuse_another_nonlinearity_and_unknown_options(kind):
+    for library, more in ((nn, {}), (lamina, {"norm": None})):
+        with pytest.raises(TypeError):
+            getattr(library, kind)(4, 5, units=3, **more)
+
+
+CALLS = {
+    "rank 1": lambda m, x, h: m(x[0, 0]),
+    "rank 4": lambda m, x, h: m(x.unsqueeze(0)),
+    "features": lambda m, x, h: m(x[..., :3]),
+    "state of another batch": lambda m, x, h: m(x, h(1, 3, 5)),
+    "state of another size": lambda m, x, h: m(x, h(1, 2, 4)),
+    "state of more layers": lambda m, x, h: m(x, h(2, 2, 5)),
+    "unbatched state": lambda m, x, h: m(x, h(1, 5)),
+    "batched state, unbatched input": lambda m, x, h: m(x[:, 0], h(1, 2, 5)),
+    "no steps": lambda m, x, h: m(x[:0]),
+    "half input": lambda m, x, h: m(x.half()),
+    "packed state of another batch": lambda m, x, h: m(pack_sequence([x[:, 0], x[:2, 1]]), h(1, 3, 5)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_calls_that_torch_refuses_raise_the_same_type(cell, name):
+    def state(*shape):
+        h = numbers(*shape, grad=False)
+        return (h, h) if cell == "LSTM" else h
+
+    theirs, ours = pair(cell, 4, 5)
+    x = numbers(3, 2, 4, grad=False)
+    with pytest.raises((RuntimeError, ValueError)) as wanted:
+        CALLS[name](theirs, x, state)
+    with pytest.raises(wanted.type):
+        CALLS[name](ours, x, state)
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_parameters_come_in_torchs_order(cell, options):
+    theirs, ours = pair(cell, 4, 5, 2, **options)
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())  # the way back
+    for mine, their in zip(ours.all_weights, theirs.all_weights, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, their, strict=True))
+
+
+@pytest.mark.parametrize("sort", [True, False], ids=["sorted", "unsorted"])
+@pytest.mark.parametrize("first", [False, True], ids=["time-first", "batch-first"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_packed_sequence_keeps_its_order_and_its_fields(cell, first, sort):
+    lengths = [5, 3, 1] if sort else [1, 5, 3]
+    sequences = [numbers(n, 4) for n in lengths]
+    results = []
+    for module in pair(cell, 4, 6, 2, batch_first=first, bidirectional=True):
+        given = pack_sequence(sequences, enforce_sorted=sort)
+        output, state = module(given)
+        assert isinstance(output, PackedSequence)
+        for name in ("batch_sizes", "sorted_indices", "unsorted_indices"):
+            mine, its = getattr(output, name), getattr(given, name)
+            assert its is mine is None or torch.equal(mine, its)
+        padded, counts = pad_packed_sequence(output, first)
+        assert counts.tolist() == lengths
+        found = [padded, *(state if cell == "LSTM" else (state,))]
+        results.append([*found, *gradients(found, [*sequences, *module.parameters()])])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("kind", [*CELLS, *SINGLE])
+def test_a_gradient_of_one_output_alone(kind):
+    """Of each output by itself, as the others are not used in many models."""
+    x = numbers(2, 4) if kind in SINGLE else numbers(3, 2, 4)
+    theirs, ours = pair(kind, 4, 6)
+    for which in range(len(outputs(theirs, x))):
+        results = [gradients([outputs(m, x)[which]], [x, *m.parameters()]) for m in (theirs, ours)]
+        assert_same(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [*CELLS, *SINGLE])
+def test_half_precision_on_a_cpu_follows_torchs(kind, dtype):
+    theirs, ours = (module.to(dtype) for module in pair(kind, 4, 6))
+    x = torch.randn((2, 4) if kind in SINGLE else (3, 2, 4), dtype=dtype)
+    want, got = outputs(theirs, x), outputs(ours, x)
+    assert [t.dtype for t in got] == [t.dtype for t in want] == [dtype] * len(got)
+    assert_same([t.float() for t in got], [t.float() for t in want], 4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_training_moves_and_copies_as_torchs_do(cell):
+    """A copy that is trained leaves the original alone; both libraries take the same three steps."""
+    x, trained = numbers(4, 2, 4, grad=False), []
+    for module in pair(cell, 4, 6, 2, bidirectional=True):
+        twin = copy.deepcopy(module)
+        twin.flatten_parameters()
+        before = [p.clone() for p in module.parameters()]
+        optimiser = torch.optim.SGD(twin.parameters(), 0.1)
+        for _ in range(3):
+            optimiser.zero_grad()
+            twin(x)[0].square().sum().backward()
+            optimiser.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters()))
+        trained.append([*twin.parameters()])
+    assert_same(*trained)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_inputs_and_states_that_do_not_lie_side_by_side(cell):
+    x, h = numbers(2, 4, 3).permute(2, 0, 1), numbers(1, 1, 6).expand(1, 2, 6)
+    results = []
+    for module in pair(cell, 4, 6):
+        found = outputs(module, x, (h, h) if cell == "LSTM" else h)
+        results.append([*found, *gradients(found, [x, h, *module.parameters()])])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_dropout_of_one_empties_the_layers_above_and_may_be_set_later(cell):
+    x, results = numbers(3, 2, 4), []
+    for module in pair(cell, 4, 6, 2):
+        module.dropout = 1.0
+        dropped = outputs(module, x)
+        assert not gradients(dropped[:1], [x])[0].any()
+        results.append([*dropped, *outputs(module.eval(), x)])
+    assert_same(*results)
