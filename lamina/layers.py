@@ -390,7 +390,7 @@ class _ScriptableLayerNorm(LayerNorm):
 class _ScriptableLinear(Linear):
     """The same for ``Linear``."""
 
-    __annotations__ = {}  # torch.jit cannot read the inherited ones
+    __annotations__ = {"norm": str | None}  # torch.jit cannot read the inherited ones
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
