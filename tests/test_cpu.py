@@ -513,8 +513,45 @@ def test_a_stream_goes_on_from_a_given_state_and_takes_new_weights():
     with torch.no_grad():
         torch.testing.assert_close(step(x[0]), layer(x[:1], h)[0][0], rtol=1e-5, atol=1e-6)
         layer.weight_ih_l0.mul_(2)
-        step.refresh()
+        step.reset()
         torch.testing.assert_close(step(x[0][0]), layer(x[:1])[0][0, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_stream_takes_loaded_weights_and_keeps_its_state(backend, assign):
+    layer, other = (lamina.LSTM(5, 6, 2, backend=backend).eval() for _ in range(2))
+    step, x = lamina.stream(layer, 3), torch.randn(2, 3, 5)
+    with torch.no_grad():
+        _, state = layer(x[:1])
+        step(x[0])
+        layer.load_state_dict({k: v.clone() for k, v in other.state_dict().items()}, assign=assign)
+        want, state = other(x[1:], state)
+        torch.testing.assert_close(step(x[1]), want[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(step.state, state, rtol=1e-5, atol=1e-6)
+        layer.double()
+        assert step(x[1].double()).dtype is torch.float64
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+@pytest.mark.parametrize("cases", [[True, False, True], torch.tensor([2, 0]), []])
+def test_a_stream_resets_single_cases(backend, cases):
+    layer = lamina.LSTM(5, 6, 2, backend=backend, learn_initial_state=True).eval()
+    chosen = [] if isinstance(cases, list) and not cases else [0, 2]
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.normal_()
+        step = lamina.stream(layer, 3)
+        start = step.state
+        step(torch.randn(3, 5))
+        for given in (None, tuple(torch.randn_like(s) for s in start)):
+            before = step.state
+            step.reset(given, cases=cases)
+            for new, old, first in zip(step.state, before, given or start):
+                want = old.clone()
+                want[:, chosen] = first[:, chosen]
+                torch.testing.assert_close(new, want, rtol=0, atol=0)
+            step(torch.randn(3, 5))
 
 
 @pytest.mark.parametrize(
@@ -523,7 +560,10 @@ def test_a_stream_goes_on_from_a_given_state_and_takes_new_weights():
         (lambda: lamina.stream(lamina.LSTM(3, 4)), "eval"),
         (lambda: lamina.stream(lamina.LSTM(3, 4, bidirectional=True).eval()), "backwards"),
         (lambda: lamina.stream(lamina.LSTM(3, 4, norm="batch").eval()), "batch norm"),
-        (lambda: lamina.stream(torch.nn.LSTM(3, 4)), "lamina.RNN"),
+        (lambda: lamina.stream(torch.nn.LSTM(3, 4)), r"got torch\.nn\.LSTM.*lamina\.convert"),
+        (lambda: lamina.stream(lamina.LSTMCell(3, 4)), r"got lamina\.LSTMCell"),
+        (lambda: lamina.stream(lamina.LSTM(3, 4).eval(), 2).reset(cases=[2]), r"indices of 2 cases, got \[2\]"),
+        (lambda: lamina.stream(lamina.LSTM(3, 4).eval(), 2).reset(cases=[True]), r"bool mask \[2\]"),
         (lambda: lamina.stream(lamina.LSTM(3, 4).eval())(torch.zeros(2, 3)), "takes frames"),
         (lambda: lamina.stream(lamina.LSTM(3, 4).eval())(torch.zeros(1, 3).double()), "takes frames"),
         (lambda: lamina.stream(lamina.LSTM(3, 4).eval(), 0), "batch_size"),
