@@ -190,7 +190,7 @@ def poisoned_batch(draw_seed, steps, batch, lengths):
 
 @given(data=st.data(), row=st.sampled_from(LAYER), two=st.booleans(), layers=st.integers(1, 2))
 def test_a_case_depends_on_itself_alone(data, row, two, layers):
-    """Layer norm: not on the other cases, not on padding, not on training or evaluation mode."""
+    """Layer norm, to rounding: not on the other cases, not on padding, not on training or evaluation mode."""
     cell, _, placement = row
     steps, batch = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
     lengths = data.draw(st.lists(st.integers(1, steps), min_size=batch, max_size=batch))
