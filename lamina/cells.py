@@ -28,7 +28,7 @@ def _ordinary(input: Any) -> bool:
 
 def _kind(given: Any) -> Any:
     """All that checks and the choice of a backend look at, besides the module's options: of tensors or None."""
-    return tuple([t if t is None else (t.shape, t.dtype, t.device) for t in given])
+    return (torch.is_grad_enabled(), *[t if t is None else (t.shape, t.dtype, t.device) for t in given])
 
 
 class RecurrentCell(RecurrentModule):

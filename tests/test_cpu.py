@@ -427,10 +427,10 @@ def test_cells_take_it_by_themselves(row):
 
 
 def test_large_cells_are_torchs():
-    layer, x = lamina.GRUCell(4, 300), torch.randn(2, 4)
+    layer, x = lamina.GRUCell(4, 600), torch.randn(2, 4)
     assert "products" in lamina.explain(layer, x).reason
-    assert layer(x).shape == (2, 300)
-    assert lamina.explain(lamina.GRUCell(4, 300, backend="numba"), x).path == "cpu"
+    assert layer(x).shape == (2, 600)
+    assert lamina.explain(lamina.GRUCell(4, 600, backend="numba"), x).path == "cpu"
 
 
 def test_a_cell_survives_copies_and_pickles():
@@ -493,6 +493,21 @@ def test_products(rows, turned, threads, monkeypatch):
         out = torch.full((rows, columns), float("nan"), dtype=torch.float64)
         cpu.multiply(left, weight, turned, out)
         assert_same([out], [left @ (weight.t() if turned else weight)], 1e-13)
+
+
+@pytest.mark.parametrize("kind", ["RNNCell", "LSTMCell", "GRUCell"])
+def test_a_cell_is_fused_where_that_is_faster(kind):
+    """Up to 512 units where gradients are recorded, up to 1,024 where they are not, call after call."""
+    for units, training, path in ((512, True, "cpu"), (513, True, ""), (513, False, "cpu"), (1025, False, "")):
+        cell, x = getattr(lamina, kind)(2, units), torch.randn(1, 2)
+        with torch.set_grad_enabled(training):
+            assert lamina.explain(cell, x).path == path
+    cell = getattr(lamina, kind)(2, 513)
+    with torch.no_grad():
+        cell(x)
+    state = cell(x)
+    h = state[0] if kind == "LSTMCell" else state
+    assert "_Sequence" not in str(h.grad_fn)
 
 
 def test_a_stream_where_kernels_do_not_serve():

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from ..checks import BackendError, one_of, traced
-from ..placements import GATES
 
 HOPPER = (9, 0)  # the kernels were measured and tested on it; elsewhere they run when asked for by name
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU_DTYPES = (torch.float32, torch.float64)
-SMALL_CELL = 2**17  # numbers of a recurrent matrix up to which a cell's step on a CPU is better fused
+# Units up to which a cell's step on a CPU is fused when gradients are recorded; twice as many without gradients.
+# Time over the reference's, layer norm, 1 to 128 cases (benchmarks/cpu_cell.py, one Zen 4 core), forward and training:
+# 128 units 0.33-0.59, 0.48-0.95; 256: 0.47-0.69, 0.59-0.98; 512: 0.56-0.82, 0.65-1.14; 1,024: 0.66-0.89, 0.80-1.27.
+SMALL_CELL = 512
 COMPILED_CELL = "torch.compile makes kernels of a cell's plain operations and of what is around them"
 UNMEASURED_RAGGED = (
     "graphs of short passes with lengths or resets have yet to be measured; backend='triton' captures them"
@@ -209,8 +211,11 @@ def _cpu_cell_obstacle(request: Request, forced: bool) -> str:
         return ""
     if torch.compiler.is_compiling():
         return COMPILED_CELL
-    if not forced and GATES[request.cell] * request.hidden**2 > SMALL_CELL:
-        return f"a step of {request.hidden} units is its products', which torch forms as fast"
+    training = torch.is_grad_enabled()
+    limit = SMALL_CELL if training else 2 * SMALL_CELL
+    if not forced and request.hidden > limit:
+        when = "a training step" if training else "an inference step"
+        return f"{when} of more than {limit} units is mostly products, which torch computes as fast"
     return ""
 
 

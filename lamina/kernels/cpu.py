@@ -324,31 +324,43 @@ class _Matrices:
 
     def result(self) -> dict[str, Any]:
         sums = {"weight_ih": self.d_ih, "weight_hh": self.d_hh}
-        return {"input": self.d_input, **{name: d and d.result() for name, d in sums.items()}}
+        found = {name: None if d is None else d.result() for name, d in sums.items()}
+        return {"input": self.d_input, **found}
 
 
 class _SumOfProducts:
     """left^T right over many rows, summed in blocks: one float32 sum over all rows is off by 1e-5 of its value.
 
-    Each piece is a product of its own: torch.addmm goes on with the sum that it is given, row by row.
+    torch.addmm goes on with the sum that it is given, row by row, so no product's sum has more than ``PIECE`` rows.
     """
 
     def __init__(self, like: Tensor) -> None:
-        self.product, self.pieces = torch.empty_like(like), 0
-        self.block: Tensor | None = None
-        self.total: Tensor | None = None
+        self.piece, self.block, self.total = torch.empty_like(like), None, None
+        self.rows = self.pieces = 0
 
     def add(self, left: Tensor, right: Tensor) -> None:
         parts = -(-left.shape[0] // PIECE)
         for some, others in zip(left.chunk(parts), right.chunk(parts)) if parts > 1 else [(left, right)]:
-            if self.block is None or self.pieces % BLOCK == 0:
-                self.total, self.block = self.result(), torch.mm(some.t(), others)
-            else:
-                self.block.add_(torch.mm(some.t(), others, out=self.product))
-            self.pieces += 1
+            if self.rows + some.shape[0] > PIECE:
+                self._end_piece()
+            self.piece.addmm_(some.t(), others, beta=1 if self.rows else 0)
+            self.rows += some.shape[0]
 
-    def result(self) -> Tensor | None:
-        return self.block if self.total is None else self.total.add_(_there(self.block))
+    def _end_piece(self) -> None:
+        self.block, self.rows, self.pieces = _added(self.block, self.piece), 0, self.pieces + 1
+        if self.pieces % BLOCK == 0:
+            self.total, self.block = _added(self.total, self.block), None
+
+    def result(self) -> Tensor:
+        """Return the sum; nothing can be added after that."""
+        for sum_ in (self.block, self.total):
+            if sum_ is not None:
+                self.piece.add_(sum_)
+        return self.piece
+
+
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    return part.clone() if total is None else total.add_(part)
 
 
 def _small(call: Call, totals: Tensor, by_name: dict[str, Given]) -> dict[str, Any]:
