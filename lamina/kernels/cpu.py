@@ -335,7 +335,9 @@ class _SumOfProducts:
     """
 
     def __init__(self, like: Tensor) -> None:
-        self.piece, self.block, self.total = torch.empty_like(like), None, None
+        self.piece = torch.empty_like(like)
+        self.block: Tensor | None = None
+        self.total: Tensor | None = None
         self.rows = self.pieces = 0
 
     def add(self, left: Tensor, right: Tensor) -> None:
@@ -347,9 +349,10 @@ class _SumOfProducts:
             self.rows += some.shape[0]
 
     def _end_piece(self) -> None:
-        self.block, self.rows, self.pieces = _added(self.block, self.piece), 0, self.pieces + 1
+        self.rows, self.pieces = 0, self.pieces + 1
+        self.block = block = _added(self.block, self.piece)
         if self.pieces % BLOCK == 0:
-            self.total, self.block = _added(self.total, self.block), None
+            self.total, self.block = _added(self.total, block), None
 
     def result(self) -> Tensor:
         """Return the sum; nothing can be added after that."""
