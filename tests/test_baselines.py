@@ -560,7 +560,7 @@ def test_bad_moments(moments, more, message):
     assert statistics.batches.tolist() == [0]
 
 
-@pytest.mark.parametrize("widths", [{}, {"ih": 0}, {"i.h": 2}, {3: 2}], ids=str)
+@pytest.mark.parametrize("widths", [{}, {"ih": -1}, {"i.h": 2}, {3: 2}], ids=str)
 def test_bad_sites(widths):
     with pytest.raises(InputError):
         StepStatistics(widths)

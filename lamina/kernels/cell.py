@@ -21,7 +21,7 @@ from ..checks import batched
 from ..reference import Recurrence, SequenceResult
 from . import cell_product, fused, interpreted
 from .forms import Form, Setting, form_of, power, setting_of
-from .given import NAMES, STEP, Given, extras_of, tensors_of, there
+from .given import COUNT, NAMES, STEP, Given, extras_of, tensors_of, there
 from .plans import OVERRIDE, processors
 from .precision import as_cudnn_multiplies, tf32_wanted
 from .prepared import Launch
@@ -268,9 +268,9 @@ def _to_state(d_from_h: Tensor, weight: Tensor, past: Given, drop: Given) -> Ten
 def _differentiable(setting: Setting, given: list[Given], grads: tuple[Given, ...], needed: tuple[bool, ...]) -> Any:
     """The gradients by the reference's own graph."""
     x, *others = given[:STEP]
-    keeps = [None if k is None else k.unsqueeze(0) for k in given[12:14]]
-    tensors = [there(x).unsqueeze(0), *others]
+    keeps = [None if k is None else k.unsqueeze(0) for k in given[KEEP_H:][:2]]
+    tensors = [there(x).unsqueeze(0), *others, *[None] * (COUNT - STEP)]
     arriving = (None, *grads)[: 3 if setting.cell == "LSTM" else 2]
-    found = fused.differentiable_gradients(setting, tensors, [None, None, *keeps, given[14]], arriving, needed)
+    found = fused.differentiable_gradients(setting, tensors, [None, None, *keeps, given[-1]], arriving, needed)
     first = None if found[0] is None else found[0][0]
-    return first, *found[1:], None, None, None
+    return first, *found[1:STEP], None, None, None
