@@ -82,6 +82,13 @@ def bfloat16_is_rounded(monkeypatch):
 
 
 @pytest.fixture
+def full_float32():
+    """Multiply float32 in full on a GPU: our kernels follow the switch of cuDNN's recurrences, which allows TF32."""
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        yield
+
+
+@pytest.fixture
 def device() -> torch.device:
     return torch.device(os.environ.get("LAMINA_TEST_DEVICE", "cpu"))
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 CASES = [{"cell": cell, "shape": [n, 3]} for cell in ("LSTM", "GRU") for n in (1, 2)]
@@ -140,6 +141,8 @@ SCRIPT = """
     import argparse, json, os, signal, sys, time
     from pathlib import Path
     sys.path[:0] = [{root!r}, {root!r} + "/benchmarks"]
+    if {gpu}:
+        import torch  # without it a record does not name the GPU, and the session would not know it as its own
     import growing
     parser = argparse.ArgumentParser()
     growing.arguments(parser, "x.json", workers=0)
@@ -165,7 +168,7 @@ KILLED = "if n == 2 and log.read_text().count('begin 2') <= {times}: os.kill(os.
 
 def script(folder, body="pass", name="x.py"):
     place = folder / name
-    place.write_text(textwrap.dedent(SCRIPT).format(root=str(ROOT), body=body))
+    place.write_text(textwrap.dedent(SCRIPT).format(root=str(ROOT), body=body, gpu=torch.cuda.is_available()))
     return place
 
 

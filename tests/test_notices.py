@@ -59,7 +59,7 @@ OWN_REASONS = {
     "projection": lambda: lamina.LSTM(3, 5, proj_size=2)(X),
     "half": lambda: lamina.LSTM(3, 5, dtype=torch.bfloat16)(X.bfloat16()),
     "torch.func": lambda: torch.func.grad(lambda x: lamina.GRU(3, 5)(x)[0].sum())(X),
-    "wide cell": lambda: lamina.GRUCell(3, 400)(X[0]),
+    "wide cell": lambda: lamina.GRUCell(3, kernels.SMALL_CELL + 1)(X[0]),
     "explained": lambda: lamina.explain(lamina.LSTM(3, 5), X),
     "layer norm": lambda: lamina.LayerNorm(3)(X),
 }

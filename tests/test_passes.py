@@ -180,6 +180,7 @@ def test_ragged_passes_are_captured_by_name_only():
     assert spaces() == 0
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # says that it is a prototype
 @pytest.mark.parametrize("hidden", [40, 2400])
 def test_nobody_waits_for_the_device_in_a_ragged_step(hidden):
     """Lengths that lie on the host are looked at there, and travel behind what the device has still to do."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,13 +15,15 @@ from tests.cases import CELLS, assert_same, gradients, random_call
 from tests.test_recurrent import OURS, flat
 
 BACKENDS = ["reference", "numba", "triton"]
+pytestmark = pytest.mark.usefixtures("full_float32")
 
 
 def built(cell, backend, **options):
     if backend != "reference":
         pytest.importorskip(backend)
     dtype = torch.float32 if backend == "triton" else torch.float64
-    layer = OURS[cell](3, 5, backend=backend, learn_initial_state=True, dtype=dtype, **options)
+    device = os.environ.get("LAMINA_TEST_DEVICE", "cpu") if backend == "triton" else "cpu"
+    layer = OURS[cell](3, 5, backend=backend, learn_initial_state=True, dtype=dtype, device=device, **options)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if name.startswith("initial"):

@@ -27,6 +27,7 @@ def trained(model, loss):
     return [loss, *torch.autograd.grad(loss, shared)]
 
 
+@pytest.mark.usefixtures("full_float32")
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("posterior", ["state and frame", "frame"])
 def test_our_cell_in_the_loop(rssm, backend, posterior, device):
@@ -40,6 +41,7 @@ def test_our_cell_in_the_loop(rssm, backend, posterior, device):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.usefixtures("full_float32")
 def test_our_layer_instead_of_the_loop(rssm, device):
     model = rssm.Model(24, 16, "frame", embedded=8).to(device, torch.float32)
     ours = rssm.with_ours(model, True, "auto")

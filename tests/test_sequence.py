@@ -37,12 +37,6 @@ def _deferred(request, monkeypatch):
         monkeypatch.setitem(plans.OVERRIDE, "defer", True)
 
 
-@pytest.fixture
-def _no_tf32():
-    with torch.backends.cudnn.flags(allow_tf32=False):
-        yield
-
-
 # Below these an error says nothing: what the reference itself may gain by luck of rounding.
 FLOOR = {torch.float32: 3e-6, torch.bfloat16: 2e-3, torch.float16: 5e-4}
 
@@ -183,7 +177,7 @@ def test_without_gradients_nothing_is_kept(path, device):
     assert got.output.grad_fn is None
 
 
-@pytest.mark.usefixtures("_no_tf32")
+@pytest.mark.usefixtures("full_float32")
 @pytest.mark.parametrize("row", [("LSTM", "layer", "paper"), ("GRU", "layer", "paper"), ("LSTM", "layer", "joint")])
 def test_gradients_of_gradients_take_the_reference_route(row, device):
     lengths = torch.tensor([3, 2], device=device)
@@ -235,7 +229,7 @@ def test_a_compiled_call_finds_a_plan_for_every_batch(gates, size, monkeypatch):
                 assert plans.plan(gates, hidden, batch, size, 132, memory, backward) is not None, (hidden, batch)
 
 
-@pytest.mark.usefixtures("_no_tf32")
+@pytest.mark.usefixtures("full_float32")
 def test_layers_take_it_by_name(device):
     torch.manual_seed(3)
     layer = lamina.LSTM(3, 5, 2, bidirectional=True, backend="triton", device=device)
@@ -323,7 +317,7 @@ def test_settings_survive_as_text():
             assert setting.where is rows[name]
 
 
-@pytest.mark.usefixtures("_no_tf32")
+@pytest.mark.usefixtures("full_float32")
 def test_functional_takes_it_by_name(device):
     call = cast(problem(("GRU", "layer", "paper"), (3, 2, 4, 5), device), torch.float32, torch.float32)
     out, h = functional.gru(call.input, call.state[0], call.weights, backend="triton")

@@ -166,6 +166,7 @@ def test_masks_and_learned_states_in_training(cell, device, monkeypatch):
         assert (a - b).norm() <= 1e-4 * b.norm() + 1e-5
 
 
+@pytest.mark.usefixtures("full_float32")
 def test_dropout_between_layers(device):
     """Half of what a layer gives is dropped, the rest is doubled, and gradients go where something was given."""
     layer = lamina.RNN(3, 6, 2, dropout=0.5, backend="triton", device=device)
@@ -178,11 +179,10 @@ def test_dropout_between_layers(device):
     lower, upper = (lamina.RNN(n, 6, backend="reference", device=device) for n in (3, 6))
     for at, one in enumerate((lower, upper)):
         one.load_state_dict({k.replace("_l0", "") + "_l0": v for k, v in _of(layer, at).items()})
-    with torch.backends.cudnn.flags(allow_tf32=False):
-        want = upper(lower(x)[0] * mask)[0]
-        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
-        found, wanted = (torch.autograd.grad(o.square().sum(), x)[0] for o in (out, want))
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
+    want = upper(lower(x)[0] * mask)[0]
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    found, wanted = (torch.autograd.grad(o.square().sum(), x)[0] for o in (out, want))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
 
 
 def _of(layer, at):

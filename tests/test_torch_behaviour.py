@@ -92,10 +92,10 @@ OTHER_PATHS = [
 
 @pytest.mark.usefixtures("_outputs_of_both_kinds")
 @pytest.mark.parametrize("options", OTHER_PATHS, ids=str)
-def test_outputs_of_every_path_change_in_place(options):
+def test_outputs_of_every_path_change_in_place(options, device):
     if options.get("backend") == "triton":
         pytest.importorskip("triton")
-    layer, x = lamina.RNN(2, 4, **options), torch.randn(3, 1, 2, requires_grad=True)
+    layer, x = lamina.RNN(2, 4, device=device, **options), torch.randn(3, 1, 2, device=device, requires_grad=True)
     inputs, upstream = [x, *layer.parameters()], torch.randn_like(layer(x)[0])
     want = torch.autograd.grad(layer(x)[0] * 2, inputs, upstream)
     output = layer(x)[0].mul_(2)
@@ -173,11 +173,11 @@ def check_batches_of_gradients(theirs, ours, x):
     assert_same(*results)
 
 
-def test_batches_of_gradients_of_a_layer_norm():
+def test_batches_of_gradients_of_a_layer_norm(device):
     pytest.importorskip("triton")
-    theirs, ours = nn.LayerNorm(4), lamina.LayerNorm(4, backend="triton")
-    x, results = torch.randn(3, 4, requires_grad=True), []
-    upstream = torch.randn(2, 3, 4)
+    theirs, ours = nn.LayerNorm(4, device=device), lamina.LayerNorm(4, backend="triton", device=device)
+    x, results = torch.randn(3, 4, device=device, requires_grad=True), []
+    upstream = torch.randn(2, 3, 4, device=device)
     for module in (theirs, ours):
         found = module(x)
         results.append(torch.autograd.grad(found, [x, *module.parameters()], upstream, is_grads_batched=True))
