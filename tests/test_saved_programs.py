@@ -72,7 +72,8 @@ def saved(folder):
 def loaded(folder, loads, trains, absent):
     """Outputs, and gradients, of the saved program in a new process."""
     code = (WITHOUT_NUMBA if absent else "") + LOAD
-    command = [sys.executable, "-W", "ignore", "-c", code, str(folder), loads, str(trains), str(absent)]
+    options = ["-X", "faulthandler", "-W", "ignore"]
+    command = [sys.executable, *options, "-c", code, str(folder), loads, str(trains), str(absent)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[:2] == ["False", "False"]
