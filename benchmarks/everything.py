@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import growing
 
-from lamina import records
+from lamina.lab.reports import records
 
 HERE = Path(__file__).resolve().parent
 

@@ -52,7 +52,7 @@ def main() -> None:
         os.environ["TRITON_CACHE_DIR"] = cache
         import torch
 
-        from lamina import records
+        from lamina.lab.reports import records
 
         for kind in (torch.float32, torch.bfloat16, torch.float16):
             square = torch.randn(64, 64, device="cuda").to(kind).requires_grad_()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lamina import records
+from lamina.lab.reports import records
 
 Case = dict[str, Any]
 DONE, FAILED, LOST, LEFT = 0, 1, 70, 75  # exit status: all measured; some failed; the device is of no use; cases left

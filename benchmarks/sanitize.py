@@ -18,7 +18,7 @@ from pathlib import Path
 import torch  # noqa: F401  (without it a record does not know the GPU)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lamina import records
+from lamina.lab.reports import records
 
 TOOLS = {"memcheck": ["--tool", "memcheck"], "racecheck": ["--tool", "racecheck", "--racecheck-report", "hazard"]}
 SMALL = Path(__file__).with_name("small.py")

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import lamina
-from lamina import records
+from lamina.lab.reports import records
 
 sys.path.insert(0, str(Path(__file__).parent))
 import growing

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import lamina
-from lamina import records
+from lamina.lab.reports import records
 from lamina.placements import STATES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import growing
 
-from lamina import functional, records, reference
+from lamina import functional, reference
+from lamina.lab.reports import records
 from lamina.placements import PLACEMENTS
 from lamina.reference import Recurrence
 from tests.cases import cast, gradients, leaves, random_call, rounded_products

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cli import run_and_exit
+from .lab.cli.commands import run_and_exit
 
 if __name__ == "__main__":
     run_and_exit()

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from . import reference
 from .checks import check_kind, describe, epsilon, fail, finite, one_of, positive_int, probability, readable
-from .population import StatisticsModule, padded, population_statistics
+from .population_statistics import StatisticsModule, padded, population_statistics
 from .reference import EPS_MODES, Moments, statistics_dtype
 from .scripting import leaf, refuse, symbolic
 

@@ -13,7 +13,7 @@ from .checks import describe, fail, one_of, traced, transformed, watched
 from .kernels.given import NAMES, STEP
 from .options import Options, with_options
 from .placements import STATES
-from .recurrent_base import RecurrentModule, State
+from .recurrent_module import RecurrentModule, State
 from .scripting import leaf, symbolic
 
 _PARAMETERS = NAMES[3:STEP]

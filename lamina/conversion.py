@@ -22,7 +22,7 @@ from .layers import LayerNorm
 from .options import Options
 from .placements import NORMS
 from .recurrent import GRU, LSTM, RNN
-from .recurrent_base import RecurrentModule
+from .recurrent_module import RecurrentModule
 
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.RNN: RNN, nn.LSTM: LSTM, nn.GRU: GRU}
 CELLS: dict[type[nn.Module], type[nn.Module]] = {nn.RNNCell: RNNCell, nn.LSTMCell: LSTMCell, nn.GRUCell: GRUCell}

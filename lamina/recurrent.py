@@ -20,7 +20,7 @@ from .checks import boolean, describe, fail, one_of, positive_int, probability, 
 from .options import Options, with_options
 from .placements import STATES
 from .recurrence_checks import check_lengths, check_resets
-from .recurrent_base import GivenState, RecurrentModule, State
+from .recurrent_module import GivenState, RecurrentModule, State
 from .reference import Recurrence, SequenceResult
 from .scripting import leaf, symbolic
 

@@ -123,7 +123,7 @@ def check_imports(backend):
     """Only GPU kernels need Triton, only CPU kernels numba, and only the experiments anything else."""
     refused = {}
     for found in pkgutil.walk_packages(lamina.__path__, "lamina."):
-        if found.name.endswith("__main__") or found.name.startswith("lamina.cli"):  # which end the process
+        if found.name.endswith("__main__") or found.name.startswith("lamina.lab.cli"):  # which end the process
             continue
         try:
             importlib.import_module(found.name)

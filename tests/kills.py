@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from lamina import data, records
-from lamina.progress import Reporter
-from lamina.sheets import Job
-from lamina.sheets.mnist import MnistConfig
-from lamina.train import Settings, train
+from lamina.lab.data import registry
+from lamina.lab.experiments import Job
+from lamina.lab.experiments.mnist.settings import MnistConfig
+from lamina.lab.reports import records
+from lamina.lab.runs.progress import Reporter
+from lamina.lab.training.loop import Settings, train
 
 JOB = Job(
     "mnist",
@@ -85,7 +86,7 @@ def soak(kills: int, work: Path, seed: int = 0, job: Job = JOB) -> dict:
     """Kill ``kills`` times, resuming each time (a run that ends is begun anew); compare with one never touched."""
     torch.set_num_threads(1)  # threads of the parent do not survive a fork
     draw = random.Random(seed)
-    data.load("mnist", "embedded")
+    registry.load("mnist", "embedded")
     began = time.perf_counter()
     run_to_end(work / "untouched", job, resume=False)
     alone = time.perf_counter() - began

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
-from lamina import cli
-from lamina.analysis import pictures, study
+from lamina.lab.cli import commands
+from lamina.lab.reports import analysis, analysis_pictures
 
 NAMES = ["invariances", "fisher", "divergence", "rates", "training", "noise"]
 
@@ -22,13 +22,13 @@ NAMES = ["invariances", "fisher", "divergence", "rates", "training", "noise"]
 def _short():
     """A shorter training run than a reader gets."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "UPDATES", 50)
+        patch.setattr(analysis, "UPDATES", 50)
         yield
 
 
 @pytest.fixture(scope="module")
 def found(_short):
-    return study.study(seed=0)
+    return analysis.study(seed=0)
 
 
 ERRATA = Path(__file__).parents[1] / "docs" / "errata.md"
@@ -53,7 +53,7 @@ def numbers(found, name):
 def test_every_part_is_there_and_told(found):
     heard = []
     state = torch.random.get_rng_state()
-    again = study.study(seed=0, done=heard.append)
+    again = analysis.study(seed=0, done=heard.append)
     assert heard == NAMES == [p.name for p in found.pictures]
     assert torch.equal(torch.random.get_rng_state(), state)
     assert [p.svg for p in again.pictures] == [p.svg for p in found.pictures]  # the same bytes from the same seed
@@ -78,7 +78,7 @@ def test_what_the_tables_say(found):
 
 
 def test_the_page_holds_every_picture(found, tmp_path):
-    files = study.write(found, tmp_path / "new", seed=3)
+    files = analysis.write(found, tmp_path / "new", seed=3)
     page = files[0].read_text()
     assert "--seed 3" in page
     assert [f.name for f in files[1:]] == [f"analysis-{name}.svg" for name in NAMES]
@@ -90,17 +90,17 @@ def test_the_page_holds_every_picture(found, tmp_path):
 
 def test_a_change_of_nothing_is_drawn_too():
     cells = {"layer": [(0.0, True), (1.0, False)], "none": [(2.0, False), (float("1e-300"), True)]}
-    assert "0e+00" in pictures.invariance_map(["one change", "another change"], cells).svg
+    assert "0e+00" in analysis_pictures.invariance_map(["one change", "another change"], cells).svg
     flat = {"layer": np.zeros((2, 2)) + np.eye(2)}
-    assert pictures.fisher_maps(flat, {"layer": [("W", 1), ("b", 1)]}).name == "fisher"
+    assert analysis_pictures.fisher_maps(flat, {"layer": [("W", 1), ("b", 1)]}).name == "fisher"
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(study, "study", lambda seed, done: study.Study())
-    assert cli.main(["analyse", "--out", str(tmp_path / "here"), "--seed", "1"]) == 0
+    monkeypatch.setattr(analysis, "study", lambda seed, done: analysis.Study())
+    assert commands.main(["analyse", "--out", str(tmp_path / "here"), "--seed", "1"]) == 0
     out = capsys.readouterr().out
     assert "Invariant" in out
     assert str(tmp_path / "here" / "analysis.html") in out.replace("\n", "")
     (tmp_path / "file").write_text("")
-    assert cli.main(["analyse", "--out", str(tmp_path / "file")]) == 2
+    assert commands.main(["analyse", "--out", str(tmp_path / "file")]) == 2
     assert "--out must be a folder" in capsys.readouterr().err

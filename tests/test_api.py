@@ -125,7 +125,7 @@ def test_readme_install_line_runs(tmp_path):
     found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     installed = pathlib.Path(found.stdout.strip())
     assert installed.is_relative_to(tmp_path)
-    assert (installed.parent / "templates" / "report.html.j2").exists()
+    assert (installed.parent / "lab" / "reports" / "templates" / "report.html.j2").exists()
 
 
 def test_the_sdist_holds_all_that_the_tests_read(tmp_path):
@@ -150,11 +150,12 @@ def test_readme_make_targets_are_there():
 
 def test_every_lamina_command_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     """Each as printed, but for a fraction of an epoch, on the embedded data, in this process."""
-    from lamina import cli, download
+    from lamina.lab.cli import commands as cli
+    from lamina.lab.data import fetch
 
     fetched = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(download, "get", lambda name, *rest, **more: fetched.append(name) or [tmp_path / name])
+    monkeypatch.setattr(fetch, "get", lambda name, *rest, **more: fetched.append(name) or [tmp_path / name])
     commands = [c.split("-m lamina ")[-1].removeprefix("lamina ") for c in readme_commands() if "lamina " in c]
     assert len(commands) >= 6
     for number, command in enumerate(commands):
@@ -170,10 +171,10 @@ def test_every_lamina_command_of_the_readme_runs(tmp_path, monkeypatch, capsys):
 
 def test_results_are_what_the_records_say(tmp_path):
     """RESULTS.md is written from the records, never by hand, and the README repeats its summary."""
-    from lamina import report
+    from lamina.lab.reports import page
 
     shutil.copytree(ROOT / "results", tmp_path / "results")
-    report.build([tmp_path / "results"], tmp_path / "results", markdown=tmp_path / "RESULTS.md")
+    page.build([tmp_path / "results"], tmp_path / "results", markdown=tmp_path / "RESULTS.md")
     text, fresh = (ROOT / "RESULTS.md").read_text(), (tmp_path / "RESULTS.md").read_text()
     if "*Not checked: " in fresh:  # a shallow clone or none: what git would say of changed code cannot be compared
         fresh, text = (re.sub(r"^\*(Stale|Not checked): .*\n\n", "", t, flags=re.M) for t in (fresh, text))

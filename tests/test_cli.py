@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lamina import convergence, plan, records, runs, workers
-from lamina.cli import main
-from lamina.sheets import SHEETS, find
+from lamina.lab.cli import jobs as plan
+from lamina.lab.cli import workers
+from lamina.lab.cli.commands import main
+from lamina.lab.experiments import SHEETS, find
+from lamina.lab.reports import convergence, records
+from lamina.lab.runs import folder as runs
 
 SMALL = ["run", "mnist", "--data", "embedded", "--hidden", "8", "--epochs", "0.2", "--device", "cpu"]
 LONG = ["run", "mnist", "--data", "embedded", "--hidden", "64", "--device", "cpu"]
@@ -72,7 +75,7 @@ def test_no_arguments_is_help_and_version(capsys):
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["run", "mnist", "--help"], ["list"], ["rn"]])
 def test_light_commands_import_nothing_heavy(words):
     heavy = "torch accelerate matplotlib sklearn scipy tensorboard jinja2"
-    code = f"import sys; from lamina.cli import main; main({words!r}); "
+    code = f"import sys; from lamina.lab.cli.commands import main; main({words!r}); "
     code += f"sys.exit(' '.join(m for m in {heavy.split()!r} if m in sys.modules) or 0)"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -283,7 +286,7 @@ def test_errors_on_the_way(capsys, monkeypatch, tmp_path, error, code, part):
 
 @pytest.mark.parametrize("module", ["typer", "rich"])
 def test_the_command_without_a_package_of_the_lab(module):
-    code = f"import sys; sys.modules[{module!r}] = None; import lamina.cli"
+    code = f"import sys; sys.modules[{module!r}] = None; import lamina.lab.cli.commands"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith(f"lamina: {module} is not installed. Run `pip install {module}`, or")
@@ -602,9 +605,8 @@ def test_convergence_to_a_target_without_a_baseline():
 @pytest.mark.parametrize(("words", "code"), [("list", 0), ("lst", 2)])
 def test_one_of_several_processes_leaves_at_once_with_its_output_and_code(processes, words, code):
     """Threads of torch's that outlive the interpreter would make it abort; one process alone ends as Python does."""
-    script = (
-        "import atexit, sys; atexit.register(print, 'farewell'); from lamina.cli import run_and_exit; run_and_exit()"
-    )
+    script = "import atexit; atexit.register(print, 'farewell'); from lamina.lab.cli import commands; "
+    script += "commands.run_and_exit()"
     command = [sys.executable, "-W", "ignore", "-c", script, words]
     done = subprocess.run(command, env={**os.environ, "WORLD_SIZE": processes}, capture_output=True, text=True)
     assert done.returncode == code

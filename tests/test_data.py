@@ -22,8 +22,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina import data, download, formats
 from lamina.errors import InputError, RunError
+from lamina.lab.data import fetch as download
+from lamina.lab.data import formats, registry
 
 REAL = os.environ.get("LAMINA_TEST_DATA")
 needs_real = pytest.mark.skipif(not REAL, reason="needs the published files: set LAMINA_TEST_DATA to their folder")
@@ -38,7 +39,7 @@ def _bare(monkeypatch, tmp_path):
     monkeypatch.setattr(download, "PAUSE", 0.0)
 
 
-def unpinned(source: data.Source) -> data.Source:
+def unpinned(source: registry.Source) -> registry.Source:
     """The same data set, where any content and any number of images will do."""
     layouts = tuple(dataclasses.replace(layout, counts={}, sha256={}) for layout in source.layouts)
     return dataclasses.replace(source, layouts=layouts)
@@ -46,8 +47,8 @@ def unpinned(source: data.Source) -> data.Source:
 
 @pytest.fixture
 def loose(monkeypatch):
-    for name, source in list(data.SOURCES.items()):
-        monkeypatch.setitem(data.SOURCES, name, unpinned(source))
+    for name, source in list(registry.SOURCES.items()):
+        monkeypatch.setitem(registry.SOURCES, name, unpinned(source))
 
 
 # Small sets in the published formats
@@ -136,7 +137,7 @@ def subset_arrays(**change):
     return {"x_train": x, "y_train": y, "x_test": x[:2], "y_test": y[:2]} | change
 
 
-def usable(dataset: data.Dataset) -> None:
+def usable(dataset: registry.Dataset) -> None:
     """Arrays that torch takes with no warning: plain memory, writable."""
     for array in dataset.arrays.values():
         assert array.flags.c_contiguous
@@ -150,7 +151,7 @@ def usable(dataset: data.Dataset) -> None:
 @pytest.mark.parametrize("place", ["mnist", ".", "MNIST/raw"])
 def test_idx_round_trip(tmp_path, loose, spell, place):
     arrays = write_mnist(tmp_path / place, spell)
-    got = data.load("mnist", tmp_path)
+    got = registry.load("mnist", tmp_path)
     usable(got)
     assert got.arrays.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -171,19 +172,19 @@ def test_idx_unpacked_by_a_browser_under_its_packed_name(tmp_path, loose):
     arrays = write_mnist(tmp_path)
     path = tmp_path / "train-images-idx3-ubyte.gz"
     path.write_bytes(idx_bytes(arrays["train_x"]))
-    np.testing.assert_array_equal(data.load("mnist", tmp_path).arrays["train_x"], arrays["train_x"])
+    np.testing.assert_array_equal(registry.load("mnist", tmp_path).arrays["train_x"], arrays["train_x"])
 
 
 def test_a_folder_of_the_same_name_beside_the_file(tmp_path, loose):
     arrays = write_mnist(tmp_path, "{}.{}")
     (tmp_path / "train-images-idx3-ubyte").mkdir()
-    np.testing.assert_array_equal(data.load("mnist", tmp_path).arrays["train_x"], arrays["train_x"])
+    np.testing.assert_array_equal(registry.load("mnist", tmp_path).arrays["train_x"], arrays["train_x"])
 
 
 @pytest.mark.parametrize("place", ["cifar10", "cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "."])
 def test_cifar_bins_round_trip(tmp_path, loose, place):
     files = write_cifar(tmp_path / place)
-    check_cifar(data.load("cifar10", tmp_path), files)
+    check_cifar(registry.load("cifar10", tmp_path), files)
 
 
 @pytest.mark.parametrize("place", ["cifar10", "."])
@@ -193,11 +194,11 @@ def test_cifar_straight_from_the_archive(tmp_path, loose, place, inside):
     others = [member("cifar-10-batches-bin", type=tarfile.DIRTYPE), member(f"{inside}readme.html", b"<html>")]
     (tmp_path / place / "cifar-10-binary.tar.gz").write_bytes(tar_bytes(*others, *cifar_members(inside)))
     files = {name: cifar_bytes(seed=seed) for seed, name in enumerate(formats.CIFAR_FILES)}
-    check_cifar(data.load("cifar10", tmp_path), files)
+    check_cifar(registry.load("cifar10", tmp_path), files)
     assert len(list(tmp_path.rglob("*.bin"))) == 0  # nothing was unpacked
 
 
-def check_cifar(got: data.Dataset, files: dict[str, bytes]) -> None:
+def check_cifar(got: registry.Dataset, files: dict[str, bytes]) -> None:
     usable(got)
     assert got.label == "CIFAR-10 (real: 15 + 3)"
     assert got.arrays["train_x"].shape == (15, 3, 32, 32)
@@ -214,7 +215,7 @@ def test_cifar_subset_round_trip(tmp_path, loose, place):
     (tmp_path / place).mkdir(exist_ok=True)
     arrays = subset_arrays(x_train=np.asfortranarray(subset_arrays()["x_train"]))
     (tmp_path / place / "cifar10_subset.npz").write_bytes(npz_bytes(**arrays))
-    got = data.load("cifar10", tmp_path)
+    got = registry.load("cifar10", tmp_path)
     usable(got)
     assert got.label == "CIFAR-10 subset (real: 4 + 2)"
     np.testing.assert_array_equal(got.arrays["train_x"], arrays["x_train"])
@@ -225,12 +226,12 @@ def test_cifar_subset_round_trip(tmp_path, loose, place):
 def test_the_whole_set_comes_before_the_subset(tmp_path, loose):
     (tmp_path / "cifar10_subset").mkdir()
     (tmp_path / "cifar10_subset/cifar10_subset.npz").write_bytes(npz_bytes(**subset_arrays()))
-    assert "subset" in data.load("cifar10", tmp_path).label
+    assert "subset" in registry.load("cifar10", tmp_path).label
     write_cifar(tmp_path / "cifar10")
-    assert "subset" not in data.load("cifar10", tmp_path).label
+    assert "subset" not in registry.load("cifar10", tmp_path).label
     (tmp_path / "cifar10/data_batch_3.bin").unlink()  # a set that is not whole must not turn into a subset
     with pytest.raises(InputError, match=r"no data_batch_3\.bin"):
-        data.load("cifar10", tmp_path)
+        registry.load("cifar10", tmp_path)
 
 
 @pytest.mark.parametrize("form", ["amat", "amat, CRLF", "packed", "plain", "bool", "fortran"])
@@ -250,7 +251,7 @@ def test_binarised_round_trip(tmp_path, loose, form):
             "bool": lambda a: a.astype(bool),
         }[form]
         (tmp_path / "binarized_mnist.npz").write_bytes(npz_bytes(**{k: change(v) for k, v in arrays.items()}))
-    got = data.load("binarized_mnist", tmp_path)
+    got = registry.load("binarized_mnist", tmp_path)
     usable(got)
     assert got.label == "Binarised MNIST (real: 5 + 3 + 2)"
     assert got.arrays.keys() == {"train_x", "valid_x", "test_x"}
@@ -444,7 +445,7 @@ def test_malformed_files_end_in_one_line(tmp_path, loose, case):
     name, file, content, words = MALFORMED[case]
     spoil(tmp_path / name, file, content)
     with pytest.raises(InputError) as caught:
-        data.load(name, tmp_path)
+        registry.load(name, tmp_path)
     message = str(caught.value)
     assert words in message
     assert file in message
@@ -457,7 +458,7 @@ def test_malformed_files_end_in_one_line(tmp_path, loose, case):
 def test_an_empty_folder_is_no_data_set(tmp_path, place):
     (tmp_path / place).mkdir(exist_ok=True)
     with pytest.raises(InputError, match=r"does not hold it.*lamina data get mnist --data .*--data embedded"):
-        data.load("mnist", tmp_path)
+        registry.load("mnist", tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -468,7 +469,7 @@ def test_no_permission(tmp_path, loose, what):
     target.chmod(0)
     try:
         with pytest.raises(InputError, match="Permission denied"):
-            data.load("mnist", tmp_path)
+            registry.load("mnist", tmp_path)
     finally:
         target.chmod(0o700)
 
@@ -522,7 +523,7 @@ def test_a_header_cannot_make_the_reader_take_memory(tmp_path, packed):
     content = struct.pack(">4I", 0x803, 2**31, 28, 28) + os.urandom(2**20)
     path.write_bytes(gzip.compress(content, 1) if packed else content)
     code = (
-        "import resource, sys, pathlib; from lamina import formats\n"
+        "import resource, sys, pathlib; from lamina.lab.data import formats\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\n"
         "try: formats.read_idx(pathlib.Path(sys.argv[1]), (28, 28))\n"
         "except formats.InputError as error: print(error)"
@@ -539,36 +540,36 @@ def test_content_that_was_not_published_is_refused(tmp_path):
     for name in ("mnist", "fashion_mnist"):
         write_mnist(tmp_path / name)
     with pytest.raises(InputError, match="60,000 images in train, got 12"):
-        data.load("mnist", tmp_path)
+        registry.load("mnist", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mnist", "binarized_mnist", "cifar10"])
 def test_a_wrong_hash_is_refused(tmp_path, monkeypatch, name):
-    source = data.SOURCES[name]
+    source = registry.SOURCES[name]
     layouts = tuple(dataclasses.replace(layout, counts={}) for layout in source.layouts)
-    monkeypatch.setitem(data.SOURCES, name, dataclasses.replace(source, layouts=layouts))
+    monkeypatch.setitem(registry.SOURCES, name, dataclasses.replace(source, layouts=layouts))
     write = {"mnist": write_mnist, "binarized_mnist": write_amat, "cifar10": write_cifar}[name]
     write(tmp_path / name)
     with pytest.raises(InputError, match=r"not the published file\. Delete it and run `lamina data get") as caught:
-        data.load(name, tmp_path)
+        registry.load(name, tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_one_set_in_place_of_another_is_named(tmp_path, monkeypatch, loose):
     write_mnist(tmp_path / "mnist")
     write_mnist(tmp_path / "fashion_mnist")
-    hashes = data.load("mnist", tmp_path).sha256
+    hashes = registry.load("mnist", tmp_path).sha256
     for name, pins in (("mnist", hashes), ("fashion_mnist", dict.fromkeys(hashes, "0" * 64))):
-        source = data.SOURCES[name]
+        source = registry.SOURCES[name]
         layouts = tuple(dataclasses.replace(layout, sha256=pins) for layout in source.layouts)
-        monkeypatch.setitem(data.SOURCES, name, dataclasses.replace(source, layouts=layouts))
-    assert data.load("mnist", tmp_path).kind == "real"
+        monkeypatch.setitem(registry.SOURCES, name, dataclasses.replace(source, layouts=layouts))
+    assert registry.load("mnist", tmp_path).kind == "real"
     with pytest.raises(InputError, match=r"got that of mnist\. Pass the folder"):
-        data.load("fashion_mnist", tmp_path)
+        registry.load("fashion_mnist", tmp_path)
 
 
 def test_every_file_of_every_set_is_pinned():
-    for source in data.SOURCES.values():
+    for source in registry.SOURCES.values():
         assert all(len(layout.sha256) >= 3 and layout.counts for layout in source.layouts)
         assert {len(sha) for layout in source.layouts for sha in layout.sha256.values()} == {64}
         assert all(len(remote.sha256) == 64 and remote.size > 0 for remote in source.remotes)
@@ -586,13 +587,13 @@ def test_every_file_of_every_set_is_pinned():
     ],
 )
 def test_the_published_sets(name, label, key):
-    if data.find(data.SOURCES[name], Path(REAL)) is None:
+    if registry.find(registry.SOURCES[name], Path(REAL)) is None:
         pytest.skip(f"LAMINA_TEST_DATA has no {name}")
-    got = data.load(name, REAL)
+    got = registry.load(name, REAL)
     usable(got)
     assert got.label.startswith(label)
     assert got.kind == "real"
-    assert key is None or got.sha256[key] == data.SOURCES[name].layouts[0].sha256[key]
+    assert key is None or got.sha256[key] == registry.SOURCES[name].layouts[0].sha256[key]
     mean = {"mnist": 33.318, "fashion_mnist": 72.940, "binarized_mnist": 0.130562}.get(name)
     assert mean is None or got.arrays["train_x"].mean() == pytest.approx(mean, rel=1e-4)
 
@@ -601,49 +602,49 @@ def test_the_published_sets(name, label, key):
 
 
 def test_argument_then_environment_then_cache_then_embedded(tmp_path, monkeypatch, loose):
-    assert data.load("mnist").kind == "embedded"
+    assert registry.load("mnist").kind == "embedded"
     write_mnist(tmp_path / "cache/lamina/mnist")
-    assert data.load("mnist").kind == "real"
-    assert data.load("fashion_mnist").kind == "embedded"
+    assert registry.load("mnist").kind == "real"
+    assert registry.load("fashion_mnist").kind == "embedded"
     monkeypatch.setenv("LAMINA_DATA", str(tmp_path / "elsewhere"))
     with pytest.raises(InputError, match="elsewhere, which is not there"):
-        data.load("mnist")
-    assert data.load("mnist", tmp_path / "cache/lamina").kind == "real"
-    assert data.load("mnist", "embedded").kind == "embedded"
+        registry.load("mnist")
+    assert registry.load("mnist", tmp_path / "cache/lamina").kind == "real"
+    assert registry.load("mnist", "embedded").kind == "embedded"
     monkeypatch.setenv("LAMINA_DATA", "embedded")
-    assert data.load("mnist").kind == "embedded"
+    assert registry.load("mnist").kind == "embedded"
     monkeypatch.setenv("LAMINA_DATA", "")
-    assert data.load("mnist").kind == "real"
+    assert registry.load("mnist").kind == "real"
 
 
 def test_a_cache_with_half_a_set_is_an_error_not_a_stand_in(tmp_path):
     home = tmp_path / "cache/lamina/mnist"
     home.mkdir(parents=True)
-    assert data.load("mnist").kind == "embedded"
+    assert registry.load("mnist").kind == "embedded"
     (home / "train-images-idx3-ubyte.gz.part").write_bytes(b"some")
     with pytest.raises(InputError, match="lamina data get mnist"):
-        data.load("mnist")
+        registry.load("mnist")
 
 
 def test_home_folder_and_relative_cache(tmp_path, monkeypatch, loose):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the convention: such a value is ignored
-    assert data.default_root() == tmp_path / ".cache/lamina"
+    assert registry.default_root() == tmp_path / ".cache/lamina"
     write_mnist(tmp_path / "sets/mnist")
-    assert data.load("mnist", "~/sets").kind == "real"
+    assert registry.load("mnist", "~/sets").kind == "real"
 
 
 def test_unknown_names_and_a_file_for_a_folder(tmp_path):
     with pytest.raises(InputError, match="Did you mean 'mnist'"):
-        data.load("mnits")
+        registry.load("mnits")
     path = tmp_path / "file"
     path.write_bytes(b"x")
     with pytest.raises(InputError, match="which is a file"):
-        data.load("mnist", path)
+        registry.load("mnist", path)
 
 
 def test_the_stand_in_is_fixed():
-    got = data.load("mnist", "embedded")
+    got = registry.load("mnist", "embedded")
     usable(got)
     assert got.label == "scikit-learn digits 8x8 (embedded stand-in for mnist: 1,297 + 500)"
     assert got.describe()["sizes"] == {"train": 1297, "test": 500}
@@ -653,13 +654,15 @@ def test_the_stand_in_is_fixed():
     # two machines must mean the same split
     first = [got.sha256[key][:8] for key in ("train_x", "train_y", "test_x", "test_y")]
     assert first == ["9beab5fc", "ca964eb7", "b20d5bc4", "5668284a"]
-    assert data.load("cifar10", "embedded").sha256 == data.load("fashion_mnist", "embedded").sha256 == got.sha256
+    assert (
+        registry.load("cifar10", "embedded").sha256 == registry.load("fashion_mnist", "embedded").sha256 == got.sha256
+    )
 
 
 def test_the_stand_in_is_stratified_and_complete():
     from sklearn.datasets import load_digits
 
-    got = data.load("mnist", "embedded").arrays
+    got = registry.load("mnist", "embedded").arrays
     np.testing.assert_array_equal(np.bincount(got["test_y"]), np.full(10, 50))
     assert np.abs(np.bincount(got["train_y"][:300], minlength=10) - 30).max() <= 3
     everything = np.concatenate([got["train_x"], got["test_x"]]).reshape(1797, 64)
@@ -668,12 +671,12 @@ def test_the_stand_in_is_stratified_and_complete():
 
 
 def test_the_binarised_stand_in():
-    got = data.load("binarized_mnist", "embedded")
+    got = registry.load("binarized_mnist", "embedded")
     usable(got)
     assert got.describe()["sizes"] == {"train": 1000, "valid": 297, "test": 500}
     assert got.arrays.keys() == {"train_x", "valid_x", "test_x"}
     assert got.arrays["train_x"].shape == (1000, 64)
-    grey_images = data.load("mnist", "embedded").arrays
+    grey_images = registry.load("mnist", "embedded").arrays
     np.testing.assert_array_equal(got.arrays["test_x"], grey_images["test_x"].reshape(500, 64) > 127)
     train = grey_images["train_x"].reshape(-1, 64) > 127
     np.testing.assert_array_equal(np.concatenate([got.arrays["train_x"], got.arrays["valid_x"]]), train)
@@ -682,11 +685,14 @@ def test_the_binarised_stand_in():
 def test_the_stand_in_says_when_scikit_learn_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(InputError, match=r"pip install scikit-learn`.*lamina-nn\[lab\]"):
-        data.load("mnist", "embedded")
+        registry.load("mnist", "embedded")
 
 
 def test_no_torch_is_imported():
-    code = "import sys, lamina.data, lamina.download; print('torch' in sys.modules, 'sklearn' in sys.modules)"
+    code = (
+        "import sys, lamina.lab.data.registry, lamina.lab.data.fetch; "
+        "print('torch' in sys.modules, 'sklearn' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == ["False", "False"], done.stderr
 
@@ -791,8 +797,8 @@ def toy(monkeypatch, server):
     """A data set of two files and a packed one, on the server."""
     server.files = FILES | {"c.gz": PACKED_TEXT}
     nowhere = ("http://127.0.0.1:9/",)
-    remotes = [data.Remote(name, nowhere, len(c), hashlib.sha256(c).hexdigest()) for name, c in FILES.items()]
-    remotes.append(data.Remote("c.gz", nowhere, 0, hashlib.sha256(b"text " * 4000).hexdigest(), unpacked=True))
+    remotes = [registry.Remote(name, nowhere, len(c), hashlib.sha256(c).hexdigest()) for name, c in FILES.items()]
+    remotes.append(registry.Remote("c.gz", nowhere, 0, hashlib.sha256(b"text " * 4000).hexdigest(), unpacked=True))
 
     def read(files):
         return formats.Contents(
@@ -800,9 +806,9 @@ def toy(monkeypatch, server):
         )
 
     pins = {remote.name: remote.sha256 for remote in remotes}
-    layout = data.Layout(("toy", "."), tuple(pins), read, {}, pins)
-    source = data.Source("toy", "Toy", "none", (layout,), tuple(remotes), data.digits_images)
-    monkeypatch.setitem(data.SOURCES, "toy", source)
+    layout = registry.Layout(("toy", "."), tuple(pins), read, {}, pins)
+    source = registry.Source("toy", "Toy", "none", (layout,), tuple(remotes), registry.digits_images)
+    monkeypatch.setitem(registry.SOURCES, "toy", source)
     return source
 
 
@@ -814,7 +820,7 @@ def check_whole(tmp_path) -> None:
     home = tmp_path / "toy"
     assert {p.name for p in home.iterdir()} == {"a.bin", "b.bin", "c.gz", ".lock"}
     assert all((home / name).read_bytes() == content for name, content in FILES.items())
-    assert data.load("toy", tmp_path).kind == "real"
+    assert registry.load("toy", tmp_path).kind == "real"
 
 
 def test_get_fetches_and_then_has_nothing_to_do(tmp_path, toy, server):
@@ -850,7 +856,7 @@ def test_a_cut_connection_is_resumed(tmp_path, toy, server):
 
 def test_the_command_fetches_resumes_and_says_how_it_went(tmp_path, toy, server, capsys):
     """``lamina data get``: 0 with the files there, 1 when cut off (the part is kept), 2 when the bytes are wrong."""
-    cli = pytest.importorskip("lamina.cli", reason="needs the lab extra")
+    cli = pytest.importorskip("lamina.lab.cli.commands", reason="needs the lab extra")
     command = ["data", "get", "toy", "--data", str(tmp_path), "--mirror", server.url]
     server.cut_after = 1000
     assert cli.main(command) == 1
@@ -1063,7 +1069,7 @@ def test_get_leaves_a_set_alone_that_lies_there_unpacked(tmp_path, monkeypatch, 
 
 def test_get_does_not_take_a_subset_for_the_set(tmp_path, loose):
     (tmp_path / "cifar10_subset.npz").write_bytes(npz_bytes(**subset_arrays()))
-    assert data.load("cifar10", tmp_path).kind == "real"
+    assert registry.load("cifar10", tmp_path).kind == "real"
     with pytest.raises(InputError, match=r"cifar-10-binary\.tar\.gz must be fetched"):
         download.get("cifar10", tmp_path, base_urls=["http://127.0.0.1:9/"])
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lamina
-from lamina.batches import Batches
 from lamina.errors import InputError
+from lamina.lab.training.batches import Batches
+from lamina.lab.training.stack import Stack
 from lamina.optim import Adam, clip_gradients
-from lamina.stack import Stack
 
 SHAPES = [(5, 3), (5,), (1,), (2, 3, 4)]
 

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from lamina import environment, records, verdicts
 from lamina.errors import InputError
-from lamina.sheets.base import Claim, Config, Figure, Number, Panel, Sheet, Verdict
+from lamina.lab.claims import _t_quantile
+from lamina.lab.experiment import Claim, Config, Figure, Number, Panel, Sheet, Verdict
+from lamina.lab.reports import records, verdicts
+from lamina.lab.runs import environment
 
 
 def _lower_error(results) -> Verdict:
@@ -83,7 +85,7 @@ LEVEL = {"layer": 1.0, "batch": 1.6, "none": 2.4}
 
 @pytest.fixture
 def toy(monkeypatch):
-    monkeypatch.setattr("lamina.sheets.SHEETS", {"toy": TOY}, raising=False)
+    monkeypatch.setattr("lamina.lab.experiments.SHEETS", {"toy": TOY}, raising=False)
     return TOY
 
 
@@ -360,14 +362,24 @@ class TestSummary:
 
     def test_a_judge_that_fails_leaves_its_claim_open(self, tmp_path, monkeypatch):
         claim = Claim("bad", "Bad.", "nowhere", lambda results: 1 / 0)
-        monkeypatch.setattr("lamina.sheets.SHEETS", {"toy": dataclasses.replace(TOY, claims=(claim,))})
+        monkeypatch.setattr("lamina.lab.experiments.SHEETS", {"toy": dataclasses.replace(TOY, claims=(claim,))})
         write_run(tmp_path)
         verdict = only(collected(tmp_path)[0]["claims"])
         assert verdicts.in_words(verdict) == "inconclusive: could not be judged"
         assert "ZeroDivisionError" in verdict["measured"]
 
+    def test_a_judge_that_lacks_a_package_names_it(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "scipy.special", None)
+        for norm in ("layer", "batch"):
+            write_run(tmp_path, norm, seeds=(0, 1, 2))
+        claim = Claim("needs", "Needs.", "nowhere", lambda results: Verdict(bool(_t_quantile(3)), ""))
+        monkeypatch.setattr("lamina.lab.experiments.SHEETS", {"toy": dataclasses.replace(TOY, claims=(claim,))})
+        verdict = only(collected(tmp_path)[0]["claims"])
+        assert verdicts.in_words(verdict) == "inconclusive: could not be judged"
+        assert verdict["measured"].startswith("scipy is not installed. Run `pip install scipy`")
+
     def test_an_unknown_experiment_keeps_its_runs(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("lamina.sheets.SHEETS", {})
+        monkeypatch.setattr("lamina.lab.experiments.SHEETS", {})
         write_run(tmp_path)
         record, _ = collected(tmp_path)
         assert (len(record["runs"]), record["summary"], record["claims"]) == (1, [], [])
@@ -462,7 +474,7 @@ class TestEnvironment:
         package = tmp_path / "lamina"
         package.mkdir()
         (package / "__init__.py").write_text("")
-        monkeypatch.setattr(environment, "__file__", str(package / "environment.py"))
+        monkeypatch.setattr(environment, "PACKAGE", package)
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
         monkeypatch.delenv("LAMINA_COMMIT", raising=False)
         for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"):
@@ -487,7 +499,9 @@ class TestEnvironment:
 
     def test_no_torch_is_imported(self):
         look = "print(*(name in sys.modules for name in ('torch', 'matplotlib')))"
-        code = f"import sys, lamina.records as records, lamina.report; records.environment(); {look}"
+        code = (
+            f"import sys, lamina.lab.reports.records as records, lamina.lab.reports.page; records.environment(); {look}"
+        )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.split() == ["False", "False"]
 

@@ -21,9 +21,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from lamina import figures, records, report, sheets, verdicts
 from lamina.errors import InputError
-from lamina.sheets.base import Figure, Panel
+from lamina.lab import experiments
+from lamina.lab.experiment import Figure, Panel
+from lamina.lab.reports import figures, records, verdicts
+from lamina.lab.reports import page as report
 
 from .test_records import DATA, TOY, only, toy, write_run  # noqa: F401  (toy is a fixture)
 
@@ -54,14 +56,14 @@ def built(tmp_path_factory):
     root = tmp_path_factory.mktemp("report")
     write_all(root / "runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lamina.sheets.SHEETS", {"toy": TOY})
+        patch.setattr("lamina.lab.experiments.SHEETS", {"toy": TOY})
         done = report.build([root / "runs"], root / "out")
     return done
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr("lamina.sheets.SHEETS", {"toy": SMALL})
+    monkeypatch.setattr("lamina.lab.experiments.SHEETS", {"toy": SMALL})
 
 
 def build(root: Path, *extra: Path) -> report.Report:
@@ -179,13 +181,13 @@ class TestSameBytes:
         write_run(tmp_path / "runs", seeds=(0, 1))
         here = build(tmp_path)
         code = f"""
-import sys, lamina.sheets
+import sys, lamina.lab.experiments
 from pathlib import Path
-from lamina import report
+from lamina.lab.reports import page
 from tests.test_report import SMALL
-lamina.sheets.SHEETS = {{"toy": SMALL}}
+lamina.lab.experiments.SHEETS = {{"toy": SMALL}}
 root = Path({str(tmp_path)!r})
-report.build([root / "runs"], root / "there")
+page.build([root / "runs"], root / "there")
 print(*(name in sys.modules for name in ("torch", "matplotlib.pyplot")))
 """
         environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(report.__file__).parents[1])}
@@ -291,7 +293,7 @@ class TestWords:
 
     def test_a_claim_that_breaks_is_not_said_to_lack_runs(self, tmp_path, monkeypatch):
         claim = dataclasses.replace(TOY.claims[0], judge=lambda results: 1 / 0)
-        monkeypatch.setattr("lamina.sheets.SHEETS", {"toy": dataclasses.replace(SMALL, claims=(claim,))})
+        monkeypatch.setattr("lamina.lab.experiments.SHEETS", {"toy": dataclasses.replace(SMALL, claims=(claim,))})
         write_run(tmp_path / "runs")
         done = build(tmp_path)
         assert done.real == (0, 0, 1)
@@ -366,7 +368,7 @@ class TestWords:
         page_of(done)
 
     def test_an_experiment_without_a_sheet_is_shown_and_noted(self, tmp_path, monkeypatch, built):
-        monkeypatch.setattr("lamina.sheets.SHEETS", {})
+        monkeypatch.setattr("lamina.lab.experiments.SHEETS", {})
         done = report.build([built.html.parent / "toy-digits.json"], tmp_path)
         assert "knows no experiment 'toy'" in only(list(done.notes))
         assert done.real.held == 1  # as recorded
@@ -556,9 +558,9 @@ class TestFigures:
 
 
 class TestRealSheets:
-    @pytest.mark.parametrize("name", sorted(sheets.SHEETS))
+    @pytest.mark.parametrize("name", sorted(experiments.SHEETS))
     def test_each_sheet_has_a_report(self, tmp_path, name):
-        sheet = sheets.SHEETS[name]
+        sheet = experiments.SHEETS[name]
         panels = [panel for figure in sheet.figures for panel in figure.panels]
         steps = [430 * k for k in range(1, 5)]
         for norm in sheet.norms:

@@ -25,10 +25,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lamina import checkpoints
-from lamina.checkpoints import Damaged
 from lamina.errors import InputError, RunError
-from lamina.runs import RunFolder, rng_state, set_rng_state, status
+from lamina.lab.runs import checkpoints
+from lamina.lab.runs.checkpoints import Damaged
+from lamina.lab.runs.folder import RunFolder, rng_state, set_rng_state, status
 
 DATA = {"name": "mnist", "kind": "real", "label": "MNIST", "sizes": {"train": 6}, "sha256": {"images": "ab"}}
 HEADER = {
@@ -993,7 +993,7 @@ def test_status_follows_a_run(tmp_path):
 
 
 def test_the_module_opens_without_torch():
-    code = "import sys, lamina.runs; sys.exit('torch' in sys.modules)"
+    code = "import sys, lamina.lab.runs.folder; sys.exit('torch' in sys.modules)"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
 
 

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lamina import verdicts
 from lamina.errors import InputError
-from lamina.progress import Reporter
-from lamina.sheets import SHEETS, Job, Results, Sample, find, steps_to_best, steps_to_target
-from lamina.sheets.base import MIN_SEEDS
-from lamina.sheets.convnet import LAYERS, TARGETS
+from lamina.lab.experiment import MIN_SEEDS
+from lamina.lab.experiments import SHEETS, Job, Results, Sample, find, steps_to_best, steps_to_target
+from lamina.lab.experiments.convnet.settings import LAYERS, TARGETS
+from lamina.lab.reports import verdicts
+from lamina.lab.runs.progress import Reporter
 
 FIELDS = [pytest.param(s, f, id=f"{s.name}-{f.name}") for s in SHEETS.values() for f in dataclasses.fields(s.config)]
 
@@ -212,8 +212,8 @@ def test_runs_of_other_settings_are_no_sample():
 def test_the_interval_is_that_of_the_paired_t_test():
     from scipy import stats
 
-    from lamina.sheets.comparison import difference
-    from lamina.sheets.results import Measured
+    from lamina.lab.claims import difference
+    from lamina.lab.results import Measured
 
     ours, theirs = (3.0, 4.0, 3.5, 2.0), (4.0, 4.5, 5.0, 2.5)
     found = difference(*(Measured({seed: (v, v) for seed, v in enumerate(side)}) for side in (ours, theirs)))
@@ -223,8 +223,8 @@ def test_the_interval_is_that_of_the_paired_t_test():
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 2), st.floats(0, 1)), min_size=3, max_size=6))
 def test_the_interval_covers_those_of_all_values_within_the_bounds(drawn):
-    from lamina.sheets.comparison import difference
-    from lamina.sheets.results import Measured
+    from lamina.lab.claims import difference
+    from lamina.lab.results import Measured
 
     ours = Measured({seed: (low, low + width) for seed, (low, width, _) in enumerate(drawn)})
     exact = Measured({seed: (low + width * at,) * 2 for seed, (low, width, at) in enumerate(drawn)})
@@ -233,6 +233,34 @@ def test_the_interval_covers_those_of_all_values_within_the_bounds(drawn):
     if not math.isnan(narrow.low):
         assert wide.low <= narrow.low + 1e-9
         assert wide.high >= narrow.high - 1e-9
+
+
+def bounded(*bounds):
+    from lamina.lab.results import Measured
+
+    return Measured(dict(enumerate(bounds)))
+
+
+def test_what_is_known_from_one_side_only_is_told_so():
+    from lamina.lab.claims import difference
+
+    reached, never = bounded((150, 160), (150, 160), (160, 170)), bounded(*[(185, math.inf)] * 3)
+    assert difference(reached, never).text(digits=",.0f").startswith("at least +27 (95 %")
+    assert difference(never, reached).text(digits=",.0f").startswith("at most -27 (95 %")
+    once = bounded((150, 160), (150, 160), (185, math.inf))
+    found = difference(once, never)  # the last pair says nothing, and is no tie of two evaluations
+    assert (found.above().held, found.above().reason) == (None, "in some seed neither reached the target")
+    assert found.text() == "not known (95 % interval no bound to no bound, n = 3)"
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.001])
+def test_differences_without_spread_decide_nothing(gap):
+    from lamina.lab.claims import difference
+
+    values = (0.018, 0.020, 0.016)
+    found = difference(bounded(*((v, v) for v in values)), bounded(*((v + gap,) * 2 for v in values)))
+    assert gap or found.below(0.003, "0.3 points").reason == "no spread over seeds"
+    assert math.isnan(found.low) or found.low < found.high
 
 
 MNIST_NEEDS = {
@@ -446,7 +474,7 @@ def test_a_sheet_describes_the_networks_that_ran():
 @pytest.fixture(scope="module")
 def produced(tmp_path_factory) -> dict[str, tuple[set[str], set[str]]]:
     """What one tiny run of each experiment writes: metrics of its evaluations, lists of its extras."""
-    from lamina.train import Settings, train
+    from lamina.lab.training.loop import Settings, train
 
     runs = tmp_path_factory.mktemp("runs")
     found = {}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from lamina import environment, staleness
+from lamina.lab.reports import staleness
+from lamina.lab.runs import environment
 
-PACKAGE = Path(staleness.__file__).parent
-FILES = ("__init__.py", "functional.py", "kernels/sequence.py", "kernels/cpu_rows.py", "train.py", "data.py")
+PACKAGE = environment.PACKAGE
+FILES = ("__init__.py", "functional.py", "kernels/sequence.py", "kernels/cpu_rows.py", "lab/training/loop.py")
 GPU, CPU = {"kind": "bench", "name": "sequence"}, {"kind": "bench", "name": "cpu"}
 RUNS = {"kind": "experiment", "experiment": "mnist"}
 
@@ -34,7 +34,7 @@ def package(tmp_path, monkeypatch):
     git(tmp_path, "init", "-q", "repository")
     git(folder, "add", ".")
     git(folder, "commit", "-q", "-m", "first")
-    monkeypatch.setattr(environment, "__file__", str(folder / "environment.py"))
+    monkeypatch.setattr(environment, "PACKAGE", folder)
     return folder
 
 
@@ -48,7 +48,7 @@ def marks(commit, *kinds):
         ("functional.py", (True, True, False)),
         ("kernels/sequence.py", (True, False, False)),
         ("kernels/cpu_rows.py", (False, True, False)),
-        ("train.py", (False, False, True)),
+        ("lab/training/loop.py", (False, False, True)),
         ("__init__.py", (False, False, False)),
     ],
 )
@@ -63,21 +63,30 @@ def test_a_record_is_stale_when_a_file_that_it_covers_has_changed(package, file,
     assert marks(git(package, "rev-parse", "HEAD"), GPU, CPU, RUNS) == [[], [], []]
 
 
+def test_words_and_a_new_name_make_no_record_stale(package):
+    first = git(package, "rev-parse", "HEAD")
+    (package / "functional.py").write_text('"""More words."""\n\nimport sys\n\na = 1  # and here\n')
+    git(package, "mv", "lab/training/loop.py", "lab/training/training_loop.py")
+    assert marks(first, GPU, CPU, RUNS) == [[], [], []]
+    (package / "lab/training/training_loop.py").write_text("a = 2\n")
+    assert marks(first, GPU, CPU, RUNS) == [[], [], ["Stale"]]
+
+
 def test_what_git_cannot_tell_is_said(package, monkeypatch, tmp_path):
     first = git(package, "rev-parse", "HEAD")
     assert marks("0" * 40, GPU) == marks("--output=x", GPU) == [["Not checked"]]
     assert marks(None, GPU) == [[]]  # the report says "commit not recorded"
-    (package / "train.py").write_text("a = 2\n")
+    (package / "lab/training/loop.py").write_text("a = 2\n")
     git(package, "commit", "-q", "-a", "-m", "second")
     git(tmp_path, "clone", "-q", "--depth", "1", package.parent.as_uri(), "shallow")
     for folder in (tmp_path / "shallow" / "lamina", tmp_path):
-        monkeypatch.setattr(environment, "__file__", str(folder / "environment.py"))
+        monkeypatch.setattr(environment, "PACKAGE", folder)
         assert marks(first, GPU) == [["Not checked"]]
 
 
 def test_each_commit_of_a_record_is_told_of(package):
     first = git(package, "rev-parse", "HEAD")
-    (package / "train.py").write_text("a = 2\n")
+    (package / "lab/training/loop.py").write_text("a = 2\n")
     git(package, "commit", "-q", "-a", "-m", "second")
     commits = [first, git(package, "rev-parse", "HEAD"), "f" * 40]
     found = [*staleness.marks({**RUNS, "environments": [{"commit": commit} for commit in commits]})]

@@ -23,18 +23,18 @@ from accelerate import Accelerator
 from rich.console import Console
 from safetensors.torch import load_file
 
-from lamina import engine, experiments
-from lamina.batches import Batches
 from lamina.errors import InputError, RunError
-from lamina.experiments import images
+from lamina.lab import protocol
+from lamina.lab.experiments import SHEETS, Job, find, images
+from lamina.lab.experiments.convnet.settings import ConvnetConfig
+from lamina.lab.experiments.mnist.settings import MnistConfig
+from lamina.lab.runs.folder import RunFolder
+from lamina.lab.runs.progress import Reporter
+from lamina.lab.training import update
+from lamina.lab.training.batches import Batches
+from lamina.lab.training.loop import Interrupted, Settings, train
 from lamina.layers import NormalisedLayer
 from lamina.optim import Adam
-from lamina.progress import Reporter
-from lamina.runs import RunFolder
-from lamina.sheets import SHEETS, Job, find
-from lamina.sheets.convnet import ConvnetConfig
-from lamina.sheets.mnist import MnistConfig
-from lamina.train import Interrupted, Settings, train
 
 from . import kills
 
@@ -122,7 +122,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path, say, monkeypatch):
     """An experiment that draws while it trains (dropout, noise) resumes with the same draws."""
     plain = images.loss
     noisy = lambda model, batch: plain(model, (batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]))  # noqa: E731
-    monkeypatch.setattr(experiments.module_of("mnist"), "loss", noisy)
+    monkeypatch.setattr(protocol.module_of("mnist"), "loss", noisy)
     wanted = job()
     train([wanted], settings(tmp_path / "whole"), say)
     with pytest.raises(Interrupted), Signaller(signal.SIGTERM, 3) as signaller:
@@ -161,7 +161,7 @@ def test_killed_between_the_last_checkpoint_and_the_summary(tmp_path, say, monke
 
 
 def test_the_clock_goes_on_where_it_was(tmp_path, say, monkeypatch):
-    module, plain = experiments.module_of("mnist"), images.loss
+    module, plain = protocol.module_of("mnist"), images.loss
 
     def slow(model, batch):
         time.sleep(0.01)
@@ -305,7 +305,7 @@ def test_stacked_seeds_train_as_they_would_alone(tmp_path, say, accumulate):
 
 
 def test_each_member_of_a_stack_is_inspected(tmp_path, say, monkeypatch):
-    module = experiments.module_of("mnist")
+    module = protocol.module_of("mnist")
     monkeypatch.setattr(module, "inspect", lambda model, *others: {"sum": [model[1].weight.double().sum().item()]})
     together, *alone = (job(seeds=seeds, epochs=0.1) for seeds in ((0, 1), (0,), (1,)))
     train([together, *alone], settings(tmp_path), say)
@@ -320,7 +320,7 @@ def test_updates_are_those_of_a_plain_loop(tmp_path, say, correction):
     """Model, cases, step size, gradients: nothing but what the settings say."""
     wanted = job(norm="batch", seeds=(3,), lr=0.02, bias_correction=correction, clip=0.3, epochs=0.4, log_every=1)
     train([wanted], settings(tmp_path), say)
-    splits, module = images.splits(_digits(), SMALL), experiments.module_of("mnist")
+    splits, module = images.splits(_digits(), SMALL), protocol.module_of("mnist")
     torch.manual_seed(3)
     model = module.build(wanted.config, splits)
     optimizer = Adam(model.parameters(), 0.02, bias_correction=correction)
@@ -354,11 +354,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_what_was(tmp_path, say
     before = {path: path.read_bytes() for path in folder.glob("checkpoints/*/*")}
     poisoned = images.loss
     try:
-        experiments.module_of("mnist").loss = lambda model, batch: poisoned(model, batch) * math.nan
+        protocol.module_of("mnist").loss = lambda model, batch: poisoned(model, batch) * math.nan
         with pytest.raises(RunError, match=r"not finite at update \d+ \(seeds \[0\]\).*Lower --lr"):
             train([wanted], settings(tmp_path, resume=True), say)
     finally:
-        experiments.module_of("mnist").loss = poisoned
+        protocol.module_of("mnist").loss = poisoned
     assert before == {path: path.read_bytes() for path in before}
     train([wanted], settings(tmp_path, resume=True), say)
     assert (folder / "summary.json").exists()
@@ -366,7 +366,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_what_was(tmp_path, say
 
 def test_one_diverged_seed_of_a_stack_is_recorded_as_such(tmp_path, say, monkeypatch):
     healthy = images.loss
-    module = experiments.module_of("mnist")
+    module = protocol.module_of("mnist")
     built = iter([1.0, math.nan])
     original = module.build
 
@@ -387,7 +387,7 @@ def test_one_diverged_seed_of_a_stack_is_recorded_as_such(tmp_path, say, monkeyp
 
 def poison(monkeypatch, norm: str) -> None:
     """From now on the losses of this norm's networks are not finite."""
-    module, plain = experiments.module_of("mnist"), images.loss
+    module, plain = protocol.module_of("mnist"), images.loss
 
     def loss(model, batch):
         poisoned = getattr(model[1], "norm", None) == norm
@@ -417,7 +417,7 @@ def test_a_signal_saves_the_runs_beside_one_that_diverged(tmp_path, monkeypatch)
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(model, batch) * (math.nan if len(calls) == 15 else 1.0)
 
-    monkeypatch.setattr(experiments.module_of("mnist"), "loss", loss)
+    monkeypatch.setattr(protocol.module_of("mnist"), "loss", loss)
     with pytest.raises(Interrupted), Reporter(Console(quiet=True)) as reporter:
         train(jobs, settings(tmp_path, together=2), reporter)
     assert [kills.saved_step(tmp_path, each) for each in jobs] == [0, 8]
@@ -444,7 +444,7 @@ def test_a_log_line_is_the_mean_since_the_last(tmp_path, say):
 @pytest.mark.parametrize("seeds", [(0,), (0, 1)])
 def test_evaluation_neither_trains_nor_stays_on(tmp_path, say, monkeypatch, seeds):
     """Evaluating often changes nothing: running statistics stay, and updates are in training mode."""
-    module, plain, modes = experiments.module_of("mnist"), images.evaluate, []
+    module, plain, modes = protocol.module_of("mnist"), images.evaluate, []
 
     def evaluate(model, *others):
         modes.append((model.training, torch.is_grad_enabled()))
@@ -463,7 +463,7 @@ def test_evaluations_are_of_the_model_as_it_stands(tmp_path, say):
     """The last line agrees with the last checkpoint, evaluated by hand."""
     wanted = job(norm="batch", epochs=1, seeds=(3,))
     train([wanted], settings(tmp_path), say)
-    splits, module = images.splits(_digits(), SMALL), experiments.module_of("mnist")
+    splits, module = images.splits(_digits(), SMALL), protocol.module_of("mnist")
     model = module.build(wanted.config, splits).eval()
     last = max((kills.folder(tmp_path, wanted) / "checkpoints").glob("step-*"))
     model.load_state_dict(load_file(last / "weights.safetensors"))
@@ -508,7 +508,7 @@ def test_checkpoints_fall_on_their_updates(tmp_path, say):
 @pytest.mark.parametrize("by", ["global", "tensor"])
 def test_gradients_are_clipped_as_asked(tmp_path, say, monkeypatch, by):
     seen = []
-    monkeypatch.setattr(engine, "clip_gradients", lambda held, *how: seen.append((len(held), *how)))
+    monkeypatch.setattr(update, "clip_gradients", lambda held, *how: seen.append((len(held), *how)))
     train([job(epochs=0.05, clip=0.5, clip_by=by, norm="none")], settings(tmp_path / "clip"), say)
     assert seen == [(6, 0.5, by, 0)]
     train([job(epochs=0.05, clip=0.5, clip_by=by, norm="none", seeds=(0, 1))], settings(tmp_path / "stack"), say)
@@ -518,7 +518,7 @@ def test_gradients_are_clipped_as_asked(tmp_path, say, monkeypatch, by):
 
 
 def test_evaluation_is_off_the_clock(tmp_path, say, monkeypatch):
-    module = experiments.module_of("mnist")
+    module = protocol.module_of("mnist")
     original = module.evaluate
 
     def slow(*arguments):
@@ -527,7 +527,7 @@ def test_evaluation_is_off_the_clock(tmp_path, say, monkeypatch):
 
     monkeypatch.setattr(module, "evaluate", slow)
     monkeypatch.setattr(module, "loss", lambda *arguments: (time.sleep(0.005), images.loss(*arguments))[1])
-    monkeypatch.setattr(engine.Eager, "begin", lambda *arguments: time.sleep(0.4))  # as capturing takes its time
+    monkeypatch.setattr(update.Eager, "begin", lambda *arguments: time.sleep(0.4))  # as capturing takes its time
     wanted = job(epochs=2, log_every=100, checkpoint_every=100)
     began = time.perf_counter()
     train([wanted], settings(tmp_path), say)
@@ -559,7 +559,7 @@ def test_best_and_last_two_checkpoints_are_kept(tmp_path, say):
 def test_the_best_is_remembered_over_an_interruption(tmp_path, say, monkeypatch):
     """Validation figures 2, 1 | 1.5, 0.5, 0.7: the fourth is best, and the third is not."""
     figures = iter([2.0, 1.0, 1.5, 0.5, 0.7])
-    module, marked, mark = experiments.module_of("mnist"), [], RunFolder.mark_best
+    module, marked, mark = protocol.module_of("mnist"), [], RunFolder.mark_best
     monkeypatch.setattr(module, "evaluate", lambda *arguments: {"valid_nll": torch.tensor(next(figures))})
     monkeypatch.setattr(RunFolder, "mark_best", lambda *arguments: (marked.append(arguments[2]), mark(*arguments)))
     wanted = job(epochs=5, log_every=1000)
@@ -583,7 +583,7 @@ def test_the_best_is_remembered_over_an_interruption(tmp_path, say, monkeypatch)
 )
 def test_norms_of_the_mnist_network(norm, places):
     """Layer norm never on the logits; batch norm unbiased for batches under 128."""
-    splits, build = images.splits(_digits(), SMALL), experiments.module_of("mnist").build
+    splits, build = images.splits(_digits(), SMALL), protocol.module_of("mnist").build
     for size, unbiased, expected in ((4, "small", True), (128, "small", False), (4, "never", False)):
         config = dataclasses.replace(SMALL, norm=norm, batch_size=size, unbiased=unbiased, momentum=0.25)
         layers = [layer for layer in build(config, splits) if isinstance(layer, NormalisedLayer)]
@@ -599,7 +599,7 @@ def test_norms_of_the_mnist_network(norm, places):
 def test_gains_of_the_convnet(norm, shape):
     config = ConvnetConfig(dataset="mnist", width=4, units=16, norm=norm)
     splits = images.splits(_digits(), config)
-    model = experiments.module_of("convnet").build(config, splits)
+    model = protocol.module_of("convnet").build(config, splits)
     gain = model.conv1.gain
     assert (None if gain is None else tuple(gain.shape)) == shape
     assert model.logits.norm is None
@@ -630,7 +630,7 @@ def test_convnet_runs_and_measures_its_border(tmp_path, say, norm):
 def test_batch_norm_of_the_convnet_is_evaluated_with_the_statistics_asked_for(statistics):
     config = ConvnetConfig(dataset="mnist", width=4, units=16, norm="batch", statistics=statistics)
     splits = images.splits(_digits(), config)
-    module = experiments.module_of("convnet")
+    module = protocol.module_of("convnet")
     model = module.build(config, splits).eval()
     module.evaluate(model, splits, config)
     pixels, _ = images.batch(splits["train"], torch.arange(len(splits["train"][0])))
@@ -643,7 +643,7 @@ def test_batch_norm_of_the_convnet_is_evaluated_with_the_statistics_asked_for(st
 
 def test_border_statistics_by_hand():
     """A 4x4 picture: 12 positions at distance 0, 4 at distance 1."""
-    module = experiments.module_of("convnet")
+    module = protocol.module_of("convnet")
     rings = module._distance(4, 4)
     assert rings.tolist() == [[0, 0, 0, 0], [0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
     layer = module.Conv2d(1, 1, 1, norm=None)
@@ -663,16 +663,16 @@ def test_every_norm_starts_from_the_same_weights():
     models = {}
     for norm in SHEETS["mnist"].norms:
         torch.manual_seed(1)
-        models[norm] = experiments.module_of("mnist").build(dataclasses.replace(SMALL, norm=norm), splits)
+        models[norm] = protocol.module_of("mnist").build(dataclasses.replace(SMALL, norm=norm), splits)
     assert all(torch.equal(m[k].weight, models["layer"][k].weight) for m in models.values() for k in (1, 2, 3))
     x = torch.randn(5, 8, 8)
     torch.testing.assert_close(models["none"](x), models["weight"](x))
 
 
 def _digits():
-    from lamina import data
+    from lamina.lab.data import registry
 
-    return data.load("mnist", "embedded")
+    return registry.load("mnist", "embedded")
 
 
 def test_validation_cases_are_the_first_and_never_trained_on():
@@ -711,9 +711,9 @@ def test_engine_choice(asked, kind, processes, changes, updates, chosen):
     arguments = (asked, Place(kind, processes), config, find("mnist"), updates)
     if chosen is None:
         with pytest.raises(InputError):
-            engine.choose(*arguments)
+            update.choose(*arguments)
     else:
-        name, reason = engine.choose(*arguments)
+        name, reason = update.choose(*arguments)
         assert name == chosen
         assert reason
 
@@ -755,7 +755,7 @@ def test_captured_runs_side_by_side(tmp_path, say):
 @pytest.mark.parametrize("chunk", [1, 7, 129, 500])
 def test_evaluation_in_parts_is_the_whole(chunk):
     splits = {name: tuple(t[:129] for t in split) for name, split in images.splits(_digits(), SMALL).items()}
-    model = experiments.module_of("mnist").build(SMALL, splits).eval()
+    model = protocol.module_of("mnist").build(SMALL, splits).eval()
     images_, labels = images.batch(splits["test"], torch.arange(129))
     logits = model(images_)
     found = images.evaluate(model, splits, SMALL, chunk=chunk)

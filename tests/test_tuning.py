@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lamina import records, tuning
 from lamina.errors import InputError
-from lamina.sheets import find
+from lamina.lab.experiments import find
+from lamina.lab.reports import records, tuning
 
 RESULTS = Path(__file__).parent.parent / "results"
 COMMITTED = sorted(RESULTS.glob("tuning-*.json"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import fail, finite
-from ..recurrent_base import RecurrentModule
+from ..recurrent_module import RecurrentModule
 from . import transforms
 from .texts import markdown, on_screen
 from .transforms import Change, Draw, Probe, Transform, checked_draw, deviation, with_draw

@@ -16,7 +16,7 @@ from ..baselines import weight_norm_gain
 from ..checks import fail, one_of
 from ..layers import Linear
 from .families import Family, family_of
-from .geometry import (
+from .geometry import (  # fmt: skip
     Loss,
     check_normalised,
     check_rows,
@@ -24,7 +24,7 @@ from .geometry import (
     summed_inputs,
     weight_gradient,
     working_copy,
-)  # fmt: skip
+)
 from .information import fisher, where
 
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ..baselines import BatchNorm
 from ..checks import describe, fail
 from ..layers import Conv2d, NormalisedLayer
-from ..recurrent_base import RecurrentModule
+from ..recurrent_module import RecurrentModule
 
 WATCHED = (NormalisedLayer, BatchNorm, _BatchNorm, nn.LayerNorm, RecurrentModule)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..checks import fail, positive_int
 from ..layers import NormalisedLayer
-from ..recurrent_base import RecurrentModule
+from ..recurrent_module import RecurrentModule
 from .rates import angle_between
 
 

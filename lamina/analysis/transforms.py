@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..checks import describe, fail, finite
-from ..recurrent_base import RecurrentModule
+from ..recurrent_module import RecurrentModule
 from .singular import watched_statistics
 
 # Stands for eps = 0. With 0 itself torch's norms turn a vector of zeros (W_h h at the first step) into 0/0.

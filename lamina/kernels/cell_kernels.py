@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formulas import (
+from .formulas import (  # fmt: skip
     COMPILED,
     GRU,
     LSTM,
@@ -35,8 +35,8 @@ from .formulas import (
     std_correction,
     tanh,
     wide,
-)  # fmt: skip
-from .gates import (
+)
+from .gates import (  # fmt: skip
     add,
     corrected,
     floats,
@@ -50,7 +50,7 @@ from .gates import (
     store_gates,
     through_norm,
     units_of,
-)  # fmt: skip
+)
 
 # Which share of the parameters' gradients lies where, in units of H: after those of the gates, the cell's.
 BIAS_X, GAIN_X, BIAS_H, GAIN_H = (tl.constexpr(k) for k in range(4))

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from .exchange import as_bits, come_shares, come_states, come_words, send, share, state_bits, tag, word
-from .formulas import (
+from .formulas import (  # fmt: skip
     GRU,
     LSTM,
     NOWHERE,
@@ -60,7 +60,7 @@ from .formulas import (
     std_correction,
     tanh,
     wide,
-)  # fmt: skip
+)
 
 # A new batch size, length or stride compiles nothing.
 COUNTS = [

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formulas import (
+from .formulas import (  # fmt: skip
     COMPILED,
     GRU,
     LSTM,
@@ -41,8 +41,8 @@ from .formulas import (
     std_correction,
     tanh,
     wide,
-)  # fmt: skip
-from .gates import (
+)
+from .gates import (  # fmt: skip
     STREAMED,
     add,
     centred_row,
@@ -62,7 +62,7 @@ from .gates import (
     store_statistics,
     through_norm,
     two_sums,
-)  # fmt: skip
+)
 
 # The table of a pass: the number of steps, addresses of tensors, and from CLOCKS on each row's step.
 CLOCKS = tl.constexpr(32)

@@ -25,7 +25,7 @@ from .launch import operands
 from .plans import OVERRIDE, processors
 from .precision import Matrix, as_cudnn_multiplies, matrix_gradient, multiply, reach
 from .start import start
-from .step_kernels import (
+from .step_kernels import (  # fmt: skip
     CLOCKS,
     backward_kernel,
     begin_kernel,
@@ -33,7 +33,7 @@ from .step_kernels import (
     end_kernel,
     forward_kernel,
     table_kernel,
-)  # fmt: skip
+)
 
 Tensors = dict[str, Any]  # by name; None for what a recurrence does not have
 Beside = Callable[[Tensors], None]

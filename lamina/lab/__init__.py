@@ -1,0 +1,1 @@
+"""The lab: experiments, data, training, runs, reports and the ``lamina`` command. The library never imports it."""

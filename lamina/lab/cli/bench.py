@@ -1,0 +1,178 @@
+"""This machine: what is installed, what serves the layers, and milliseconds an update, each norm against none."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator, PartialState
+from torch import nn
+
+from ...functional import explain
+from ...layers import LayerNorm
+from ...optim import Adam
+from ...recurrent import GRU, LSTM
+from ..data import registry
+from ..experiments import find
+from ..protocol import module_of
+from ..reports import records
+from ..training import update as engine
+from ..training.batches import Batches
+from ..training.stack import Stack
+from .workers import cores
+
+# name: pixels on a side, units. Time does not depend on what the images show, so they are random.
+SIZES = {"small": (8, 256), "paper": (28, 1000)}
+COLUMNS = ("Size", "Norm", "Engine", "Seeds", "Milliseconds", "Ratio to none")
+BATCH, CASES, SEEDS = 128, 2048, 5
+
+
+@dataclass
+class Case:
+    """One way to train, and the milliseconds an update took in each round."""
+
+    size: str
+    norm: str
+    engine: str
+    seeds: int
+    values: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.norm} {self.engine} x{self.seeds}"
+
+
+def measure(device: str, quick: bool, say: Callable[[str], None]) -> records.Record:
+    """A record of kind "bench"; rounds go through all cases in turn, so that a slow minute harms all alike."""
+    accelerator = Accelerator(cpu=device == "cpu")
+    cuda = accelerator.device.type == "cuda"
+    rounds, updates = (7, 5) if quick else (7, 60 if cuda else 20)
+    cases = [Case(*key) for key in _keys(cuda, quick)]
+    ready = [_prepare(case, accelerator, updates) for case in cases]
+    for number in range(rounds):
+        for case, steps in zip(cases, ready):
+            case.values.append(_milliseconds(steps, updates))
+        say(f"round {number + 1} of {rounds}")
+    return {
+        "schema": records.SCHEMA,
+        "kind": "bench",
+        "name": "train",
+        "title": "Training speed: milliseconds an update",
+        "environment": records.environment(),
+        "experiment": "mnist",
+        "device": accelerator.device.type,
+        "threads": torch.get_num_threads(),
+        "batch_size": BATCH,
+        "rounds": rounds,
+        "updates_a_round": updates,
+        "rows": [_row(case, cases) for case in cases],
+    }
+
+
+def _keys(cuda: bool, quick: bool) -> list[tuple[str, str, str, int]]:
+    engines = ("eager", "graph", "compile") if cuda and not quick else ("eager", "graph") if cuda else ("eager",)
+    together = (1, SEEDS) if cuda else (1,)
+    sizes = ("small",) if quick else tuple(SIZES)
+    return [(s, norm, e, n) for s in sizes for e in engines for n in together for norm in find("mnist").norms]
+
+
+def _prepare(case: Case, accelerator: Accelerator, updates: int) -> Any:
+    """Model and engine, warmed up: what is built on first use is not what is measured."""
+    side, hidden = SIZES[case.size]
+    config = find("mnist").config(norm=case.norm, hidden=hidden, batch_size=BATCH)  # type: ignore[call-arg]
+    experiment = module_of("mnist")
+    splits = {
+        name: tuple(tensor.to(accelerator.device) for tensor in split)
+        for name, split in experiment.splits(_random_images(side), config).items()
+    }
+    torch.manual_seed(0)
+    models = [experiment.build(config, splits) for _ in range(case.seeds)]
+    model: nn.Module = Stack(models) if case.seeds > 1 else models[0]
+    model.to(accelerator.device)
+    optimizer: Any = Adam(model.parameters(), config.lr)
+    total = torch.zeros(case.seeds, device=accelerator.device)
+    batches = Batches(len(splits["train"][0]), BATCH, range(case.seeds))
+    captured = case.engine != "eager"
+    if not captured:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    update = engine.Update(
+        experiment, config, model, optimizer, splits["train"], accelerator, total, compiled=case.engine == "compile"
+    )
+    steps = engine.Captured(update, batches, 0) if captured else engine.Eager(update, batches)
+    _milliseconds(steps, min(3, updates))
+    return steps
+
+
+def _random_images(side: int) -> registry.Dataset:
+    draw = np.random.default_rng(0)
+    arrays = {
+        f"{part}_{axis}": draw.integers(0, top, shape, dtype=np.uint8)
+        for part in ("train", "test")
+        for axis, top, shape in (("x", 256, (CASES, side, side)), ("y", 10, (CASES,)))
+    }
+    return registry.Dataset("mnist", "random", f"random images {side}x{side}", arrays, {})
+
+
+def _milliseconds(steps: Any, updates: int) -> float:
+    steps.begin(0, updates)
+    steps.wait()
+    began = time.perf_counter()
+    steps.launch(0, updates)
+    steps.wait()
+    return 1000 * (time.perf_counter() - began) / updates
+
+
+def _row(case: Case, cases: Sequence[Case]) -> dict[str, Any]:
+    plain = next(
+        c for c in cases if (c.size, c.norm, c.engine, c.seeds) == (case.size, "none", case.engine, case.seeds)
+    )
+    ratios = [ours / theirs for ours, theirs in zip(case.values, plain.values)]
+    return {
+        "size": case.size,
+        "norm": case.norm,
+        "engine": case.engine,
+        "seeds": case.seeds,
+        "milliseconds": spread(case.values),
+        "ratio_to_none": spread(ratios),
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Every round's value, their median and quartiles: one slow round moves a mean and its deviation, not these."""
+    low, median, high = np.percentile(values, (25, 50, 75)).tolist()
+    told = {"values": list(values), "n": len(values), "median": median, "quartiles": [low, high]}
+    return {name: records.rounded(value) for name, value in told.items()}
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row under ``COLUMNS``."""
+    what = [row["size"], row["norm"], row["engine"], str(row["seeds"])]
+    return [*what, _shown(row["milliseconds"], 3), _shown(row["ratio_to_none"], 2)]
+
+
+def _shown(found: dict[str, Any], digits: int) -> str:
+    """``1.43 (1.40 to 1.52)``."""
+    median, low, high = (f"{value:,.{digits}f}" for value in (found["median"], *found["quartiles"]))
+    return f"{median} ({low} to {high})"
+
+
+def machine() -> dict[str, str]:
+    """Versions, devices, which backend serves the layers here and why, and where data are looked for."""
+    env = records.environment()
+    here = env["machine"]
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    layers = {"LSTM": LSTM(8, 8), "GRU": GRU(8, 8), "LayerNorm": LayerNorm(8)}
+    named = "set" if os.environ.get(registry.ROOT_VARIABLE) else "not set"
+    return {
+        "lamina": f"{env['lamina']}, commit {env['commit'] or 'not known'}",
+        "versions": ", ".join(f"{name} {version}" for name, version in env["versions"].items()),
+        "machine": f"{here['cpu']}, {cores()} of {here['cores']} cores, {here['system']}",
+        "GPU": ", ".join(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())) or "none",
+        **{f"lamina.{name}": str(explain(layer.to(where))) for name, layer in layers.items()},
+        "data": f"{registry.asked_root() or registry.default_root()} ({registry.ROOT_VARIABLE} is {named})",
+        "processes": str(PartialState().num_processes),
+    }

@@ -1,0 +1,345 @@
+"""The command line. Torch and other slow imports wait inside the commands that need them: help comes at once."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import rich  # noqa: F401  (the screen's, told of here)
+    import typer
+    from typer.core import TyperGroup
+except ImportError as missing:
+    from ...errors import not_installed
+
+    print(f"lamina: {not_installed(missing.name)}", file=sys.stderr)
+    raise SystemExit(2) from None
+
+from ...errors import InputError, RunError, fail, not_installed, one_of
+from ..experiments import SHEETS, Sheet
+from . import running
+from .jobs import DeviceOption, How, processes, rank, writable_folder
+from .screen import KINDS, say, show_notes, show_report, table
+
+LAB = ("accelerate", "jinja2", "matplotlib", "safetensors", "scipy", "sklearn", "tensorboard")
+
+
+class Commands(TyperGroup):
+    """A group that suggests the nearest name for one it does not know."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and not args[0].startswith("-"):
+            one_of("experiment" if self.name == "run" else "command", args[0], self.commands)
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
+data_app = typer.Typer(cls=Commands, help="Data sets: what is there, fetch one, check one.")
+app.add_typer(running.run_app, name="run", cls=Commands)
+app.add_typer(data_app, name="data")
+
+
+# Errors
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out a command; errors become one line on standard error and an exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if not sys.stdout.isatty():
+        os.environ.setdefault("TERMINAL_WIDTH", "120")  # of help, which is else cut for 80 columns
+    try:
+        code = typer.main.get_command(app).main(words, prog_name="lamina", standalone_mode=False, obj=words)
+        sys.stdout.flush()
+        if code == 130:  # Ctrl-C outside training, where typer keeps silent
+            raise KeyboardInterrupt
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at the end
+        return 128 + 13
+    except (Exception, KeyboardInterrupt) as error:
+        told = _told(error)
+        if told is None:
+            raise
+        process = f" (process {rank()})" if rank() else ""
+        print(f"lamina{process}: {' '.join(told[0].split())}", file=sys.stderr)
+        return told[1]
+
+
+def run_and_exit() -> None:
+    """``main`` as a program.
+
+    One of several processes leaves without Python's farewell: torch keeps the threads of gloo alive once
+    DistributedDataParallel was used, whatever is deleted or destroyed, and they outlive the interpreter. Twice a
+    process that had such threads aborted ("terminate called without an active exception"). By now every file is
+    closed, so nothing is lost.
+    """
+    code = main()
+    if processes() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _told(error: BaseException) -> tuple[str, int] | None:
+    """What to say of an error and the exit code; None for a mistake of ours, which keeps its traceback."""
+    if hasattr(error, "format_message"):  # a usage error, of whichever click typer was built on
+        return str(error.format_message()), int(getattr(error, "exit_code", 2))
+    if isinstance(error, InputError):
+        return str(error), 2
+    if isinstance(error, RunError):
+        return str(error), 1
+    if hasattr(error, "exit_code"):  # train.Interrupted
+        return str(error), int(error.exit_code)
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return "interrupted", 130
+    if isinstance(error, OSError):
+        return f"{error.filename or 'the system'}: {error.strerror or error}", 1
+    if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] in LAB:
+        return not_installed(error.name), 2
+    if isinstance(error, MemoryError) or any(words in str(error) for words in ("out of memory", "allocate memory")):
+        return f"not enough memory. Take a smaller network or batch ({error})", 1
+    return None
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from ... import __version__
+
+        say(f"lamina {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="and end")] = False,
+) -> None:
+    """Layer Normalization (Ba, Kiros, Hinton 2016): the paper's experiments, their data and the report."""
+
+
+@app.command("list")
+def list_experiments() -> None:
+    """The experiments, and how to run them."""
+    rows = [[s.name, s.section, s.title, ", ".join(s.datasets), ", ".join(s.norms), _size(s)] for s in SHEETS.values()]
+    table("Experiments", ["Name", "Section", "Title", "Data sets", "Norms", "Size"], rows)
+    example = next(iter(SHEETS))
+    for command, meaning in (
+        (f"lamina run {example}", "one run with the paper's settings"),
+        (
+            f"lamina run {example} --small --norm layer,batch,batch_hidden --batch-size 128,4 --seeds 3",
+            "what its claims compare, small",
+        ),
+        (f"lamina run {example} --help", "every setting"),
+        ("lamina reproduce", "all of them, small, with a report"),
+    ):
+        say(f"{command:<92}{meaning}")
+
+
+def _size(sheet: Sheet) -> str:
+    full, small = sheet.config(), sheet.config(**sheet.small)
+    return f"{full.epochs:g} epochs of batches of {full.batch_size}; --small {small.epochs:g} epochs"
+
+
+PathsArgument = Annotated[list[str] | None, typer.Argument(help="folders of runs, and records (default: runs)")]
+DataOption = Annotated[str | None, typer.Option("--data", help="folder of data sets (default: LAMINA_DATA, or cache)")]
+
+
+# lamina reproduce, report
+
+
+app.command()(running.reproduce)
+
+
+@app.command()
+def report(
+    paths: PathsArgument = None,
+    out: Annotated[str, typer.Option(help="folder for page, figures and records")] = "report",
+    markdown: Annotated[str | None, typer.Option(help="where RESULTS.md goes instead")] = None,
+    until: Annotated[float | None, typer.Option(help="judge every run at this epoch (default: at its end)")] = None,
+) -> None:
+    """Runs and records as one page (report.html), RESULTS.md, figures and records."""
+    places = _places(paths)
+    writable_folder(out, "--out")
+    _check_file(markdown, "--markdown")
+    if until is not None and not (math.isfinite(until) and until > 0):
+        raise fail("--until must be an epoch above 0", repr(until), "Leave it out for the runs' own ends.")
+    from ..reports.page import build
+
+    show_report(build(places, out, markdown=markdown, until=until))
+
+
+def _places(paths: Sequence[str] | None) -> list[Path]:
+    places = [Path(path) for path in paths or ["runs"]]
+    for place in places:
+        if not place.exists():
+            received = f"{place}, which is not there"
+            raise fail("this reads folders of runs, and records", received, "Begin with: lamina run mnist")
+    return places
+
+
+def _check_file(path: str | None, name: str) -> None:
+    """A file that can be written, or the user hears of it before the work."""
+    if path is not None:
+        if Path(path).is_dir() or not Path(path).name:
+            raise fail(f"{name} must be a file", repr(path), "Pass a file name.")
+        writable_folder(Path(path).parent, f"the folder of {name}")
+
+
+# lamina data
+
+
+@data_app.callback(invoke_without_command=True)
+def data_sets(context: typer.Context, data: DataOption = None) -> None:
+    """Data sets: what is there, where, and under which licence."""
+    if context.invoked_subcommand is not None:
+        return
+    from ..data import fetch
+
+    rows = [
+        [s.name, s.title, s.state, f"{s.size / 1e6:,.1f} MB" if s.size else "-", str(s.folder), s.licence]
+        for s in fetch.status(data)
+    ]
+    table("Data sets", ["Name", "Title", "State", "Size", "Folder", "Licence"], rows)
+    say("lamina data get NAME fetches one; an absent one has an embedded stand-in, and every result says so.")
+
+
+@data_app.command()
+def get(
+    name: Annotated[str, typer.Argument(help="of the data set")],
+    data: DataOption = None,
+    mirror: Annotated[str | None, typer.Option(help="fetch from this address instead")] = None,
+) -> None:
+    """Fetch a data set; a transfer that broke off goes on where it stopped."""
+    from ..data import fetch
+    from ..runs.progress import Reporter
+
+    with Reporter() as reporter:
+        files = fetch.get(name, data, base_urls=(mirror and [mirror]) or None, progress=_Transfer(reporter))
+    say(f"{name}: {len(files)} file(s) in {files[0].parent}")
+
+
+class _Transfer:
+    """Bytes so far as a bar on a terminal, or as a line now and then."""
+
+    def __init__(self, say: Any) -> None:
+        self.say, self.begun = say, set[str]()
+
+    def __call__(self, done: int, total: int | None, name: str) -> None:
+        if name not in self.begun:
+            self.begun.add(name)
+            self.say.begin(name, done, total or done + 1)
+        self.say.advance(name, done, total or done + 1, {})
+
+
+@data_app.command()
+def check(name: Annotated[str, typer.Argument(help="of the data set")], data: DataOption = None) -> None:
+    """Load a data set and compare every byte with what was published; an absent one is an error."""
+    from ..data.registry import asked_root, default_root, load
+
+    found = load(name, asked_root(data) or default_root())  # without a folder, load would hand out the stand-in
+    say(f"{name}: {KINDS[found.kind]}: {found.label}")
+
+
+# lamina convergence, tune, analyse, bench, info
+
+
+@app.command()
+def convergence(
+    paths: PathsArgument = None,
+    metric: Annotated[str | None, typer.Option(help="lower is better (default: the experiment's headline)")] = None,
+    target: Annotated[float | None, typer.Option(help="value to reach (default: the baseline's best)")] = None,
+    baseline: Annotated[str, typer.Option(help="norm that ratios are taken to")] = "none",
+    out: Annotated[str | None, typer.Option(help="JSON file for the rows")] = None,
+) -> None:
+    """Speed of convergence: updates to the best value and to a target, and their ratio to the baseline's."""
+    from ..reports import convergence as speed
+    from ..reports.page import gather
+
+    if target is not None and not math.isfinite(target):
+        raise fail("--target must be finite", repr(target), "Leave it out for the baseline's best.")
+    _check_file(out, "--out")
+    notes: list[str] = []
+    found = [record for record in gather(_places(paths), notes)[0] if record["kind"] == "experiment"]
+    if not found:
+        raise fail("convergence is measured on runs", "none there", "Begin with: lamina run mnist")
+    show_notes(notes)
+    rows = [row for record in found for row in speed.analyse(record, metric, target, baseline)]
+    title = "Updates until ...; ratios are to the baseline's, seed by seed"
+    table(title, speed.COLUMNS, [speed.cells(row) for row in rows])
+    _write_json(out, {"schema": 1, "kind": "convergence", "baseline": baseline, "rows": rows})
+
+
+@app.command()
+def tune(
+    paths: PathsArgument = None,
+    out: Annotated[str, typer.Option(help="folder for the records")] = "runs",
+) -> None:
+    """Of runs over a grid (lamina run NAME --lr A,B,C), the settings that validate best, for lamina run --tuned."""
+    from ..reports import records, tuning
+
+    places = _places(paths)
+    writable_folder(out, "--out")
+    for record in tuning.choose(places):
+        rows = [[*map(str, row.values())] for row in record["chosen"]]
+        table(f"{record['experiment']}, {record['data']['label']}: {record['metric']}", [*record["chosen"][0]], rows)
+        say(f"record: {records.save(record, out)}")
+
+
+def _write_json(out: str | None, record: dict[str, Any]) -> None:
+    from ..reports import records
+
+    if out is not None:
+        records.write(Path(out), json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        say(f"record: {out}")
+
+
+@app.command()
+def analyse(
+    out: Annotated[str, typer.Option(help="folder for analysis.html and the pictures")] = "analysis",
+    seed: Annotated[int, typer.Option(help="of the random layers and data")] = 0,
+) -> None:
+    """Section 5 of the paper, worked out anew: invariances, Fisher matrices, learning rates, noise, with pictures."""
+    folder = writable_folder(out, "--out")
+    from ...analysis import invariance_table
+    from ..reports import analysis
+    from .screen import Screen
+
+    Screen().print(invariance_table(seed=seed).rich())
+    found = analysis.study(seed, lambda part: print(f"{part} done", file=sys.stderr))
+    for name, tables in found.tables.items():
+        for shown in tables if name != "invariances" else ():
+            table(shown["caption"], shown["columns"], shown["rows"])
+    say(f"page: {analysis.write(found, folder, seed)[0]}")
+
+
+@app.command()
+def bench(
+    out: Annotated[str | None, typer.Option(help="JSON file for the record")] = None,
+    device: DeviceOption = "auto",
+    quick: Annotated[bool, typer.Option(help="a few updates of the small network only")] = False,
+) -> None:
+    """Training speed on this machine: each norm against none; on a GPU each engine, and seeds stacked."""
+    one_of("--device", device, ("auto", "cpu", "cuda"))
+    How(device=device).uses_cuda()
+    _check_file(out, "--out")
+    from . import bench
+
+    record = bench.measure(device, quick, lambda text: print(text, file=sys.stderr))
+    title = f"Milliseconds an update, mnist, batches of {record['batch_size']}, {record['device']}; "
+    title += f"median of {record['rounds']} rounds (quartiles)"
+    table(title, bench.COLUMNS, [bench.cells(row) for row in record["rows"]])
+    _write_json(out, record)
+
+
+@app.command()
+def info() -> None:
+    """Versions, devices, which backend serves the layers here and why, and where data are looked for."""
+    from . import bench
+
+    for name, value in bench.machine().items():
+        say(f"{name + ':':<18}{value}")

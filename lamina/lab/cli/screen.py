@@ -1,0 +1,65 @@
+"""What the commands print: lines and tables of results on standard output, notes on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ..reports.page import Report
+
+KINDS = {"real": "REAL data", "embedded": "EMBEDDED STAND-IN for the real data"}
+
+
+class Screen(Console):
+    """Standard output: a terminal's own width; lines as long as they are elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False)
+        if not self.is_terminal:
+            self.width = 10_000
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def say(text: str) -> None:
+    """A line of results, never cut."""
+    Screen().print(text, markup=False, soft_wrap=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Rows under a title and the names of their columns."""
+    say(title)
+    drawn = Table(*(Column(name, overflow="fold") for name in columns))
+    for row in rows:
+        drawn.add_row(*map(Text, row))  # brackets in a cell are no markup
+    Screen().print(drawn)
+
+
+def show_notes(notes: Sequence[str]) -> None:
+    """What a reader should know besides, apart from the results."""
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def show_report(built: Report) -> None:
+    """The verdict on every claim, and where the page is."""
+    from ..reports import records, verdicts
+
+    show_notes(built.notes)
+    for record in map(records.load, built.records):
+        rows = [[claim["text"], verdicts.in_words(claim), claim["measured"]] for claim in record["claims"]]
+        title = f"{record['experiment']}, {records.badge(record)}: {record['data']['label']}"
+        table(title, ["Claim", "Verdict", "Measured"], rows)
+    if any(built.stand_in):
+        say(f"claims on stand-in data, which say nothing about the real data: {built.stand_in}")
+    if any(built.real) or not any(built.stand_in):
+        say(f"claims on real data: {built.real}")
+    say(f"report: {built.html}")
+    say(f"text:   {built.markdown}")

@@ -1,0 +1,1 @@
+"""Data sets: a registry, file formats, and downloads."""

@@ -1,0 +1,1 @@
+"""Convolutional networks (section 6.7)."""

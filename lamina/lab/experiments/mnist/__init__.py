@@ -1,0 +1,1 @@
+"""Permutation-invariant MNIST (section 6.6)."""

@@ -1,0 +1,122 @@
+"""The same search for every variant: short runs over a grid, the setting with the lowest validation figure wins.
+
+``lamina run mnist --lr 1e-4,3e-4,1e-3 --epochs 2 --runs runs/tune`` makes the runs, ``lamina tune runs/tune`` chooses,
+``lamina run mnist --tuned FILE`` trains with what was chosen. Test cases play no part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+from typing import Any
+
+from ...errors import fail
+from ..experiments import Config, Sheet, find
+from . import records
+from .verdicts import label
+
+Run = Mapping[str, Any]
+NOT_SEARCHED = ("epochs", "eval_every", "log_every", "checkpoint_every")  # how long and how often, not what
+
+
+def choose(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
+    """One record for each experiment and data set under ``paths``: every combination's figures and the best one."""
+    found = [record for record in records.collect(paths) if record.get("kind") == "experiment"]
+    if not found:
+        raise fail(
+            "tuning reads run folders", f"none under {', '.join(map(str, paths))}", "lamina run NAME --lr A,B first."
+        )
+    return [_tuned(record) for record in found]
+
+
+def _tuned(record: Mapping[str, Any]) -> dict[str, Any]:
+    sheet = find(record["experiment"])
+    searched = _searched(record["runs"], sheet)
+    rows = [_row(sheet, variant, searched, runs) for variant, runs in _groups(record["runs"], [*sheet.vary, *searched])]
+    kept = {k: record[k] for k in ("schema", "experiment", "data", "environment", "commands") if k in record}
+    name = f"{record['experiment']}-{record['data']['name']}"
+    found = {"searched": searched, "rows": rows, "chosen": _best(rows, sheet.vary)}
+    return {**kept, "kind": "tuning", "name": name, "metric": f"lowest {sheet.headline}", **found}
+
+
+def _searched(runs: Iterable[Run], sheet: Sheet) -> list[str]:
+    """The settings that differ between runs besides those that tell variants apart."""
+    configs = [run["config"] for run in runs]
+    names = [n for n in configs[0] if n not in (*sheet.vary, *NOT_SEARCHED)]
+    return [n for n in names if len({c[n] for c in configs}) > 1] or ["lr"]
+
+
+def _groups(runs: Iterable[Run], names: list[str]) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault(tuple(run["config"][n] for n in names), []).append(run)
+    return [(dict(zip(names, key)), members) for key, members in sorted(groups.items(), key=lambda item: str(item[0]))]
+
+
+def _row(sheet: Sheet, settings: dict[str, Any], searched: list[str], runs: list[Run]) -> dict[str, Any]:
+    values = [_lowest(run, sheet.headline) for run in runs]
+    finite = [v for v in values if v is not None]
+    mean = fmean(finite) if len(finite) == len(values) else None  # a seed that diverged rules the setting out
+    return {"variant": {k: settings[k] for k in sheet.vary}, "setting": {k: settings[k] for k in searched},
+            "epochs": runs[0]["config"]["epochs"], "values": values, "n": len(values), "mean": mean}  # fmt: skip
+
+
+def _lowest(run: Run, metric: str) -> float | None:
+    """The lowest value of a run that went well; None for one that ended early or was not finite at some evaluation."""
+    curve = run["curve"].get(metric, ())
+    well = run["finished"] and curve and all(v is not None and math.isfinite(v) for v in curve)
+    return min(curve) if well else None
+
+
+def _best(rows: list[dict[str, Any]], vary: tuple[str, ...]) -> list[dict[str, Any]]:
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        key = tuple(row["variant"][k] for k in vary)
+        if row["mean"] is not None and (key not in best or row["mean"] < best[key]["mean"]):
+            best[key] = row
+    return [{**row["variant"], **row["setting"]} for row in best.values()]
+
+
+def apply(record: Mapping[str, Any], experiment: str, config: Config, given: tuple[str, ...] = ()) -> Config:
+    """``config`` with what was chosen for its variant; settings the user gave are not to be overruled."""
+    if record.get("kind") != "tuning" or record.get("experiment") != experiment:
+        received = f"a record of kind {record.get('kind')!r}, experiment {record.get('experiment')!r}"
+        raise fail(f"--tuned needs a tuning record of {experiment}", received, "Make one with lamina tune.")
+    dataset = getattr(config, "dataset", record["data"]["name"])
+    if record["data"]["name"] != dataset:
+        received = f"one of {record['data']['name']} for {dataset}"
+        raise fail("--tuned needs a record of the same data set", received, "Tune on that data set.")
+    clash = [name for name in record["searched"] if name in given]
+    if clash:
+        raise fail("--tuned chooses what it searched", f"--{clash[0]} as well", "Pass one of them.")
+    vary = find(experiment).vary
+    for chosen in record["chosen"]:
+        if all(chosen[k] == getattr(config, k) for k in vary):
+            return dataclasses.replace(config, **{k: v for k, v in chosen.items() if k not in vary})
+    variant = {k: getattr(config, k) for k in vary}
+    raise fail("--tuned needs a record that covers every variant", f"none for {variant}", "Tune that variant too.")
+
+
+def table(record: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+    """Caption, columns and rows: each variant's mean figure at every setting, the chosen one marked."""
+    sheet = find(record["experiment"])
+    settings = sorted((row["setting"] for row in record["rows"]), key=lambda s: tuple(s.values()))
+    columns = list(dict.fromkeys(_shown_setting(setting) for setting in settings))
+    cells: dict[str, dict[str, str]] = {}
+    for row in record["rows"]:
+        chosen = {**row["variant"], **row["setting"]} in record["chosen"]
+        value = "diverged" if row["mean"] is None else f"{row['mean']:.4f}" + (" ← chosen" if chosen else "")
+        cells.setdefault(label(sheet, row["variant"]), {})[_shown_setting(row["setting"])] = value
+    caption = f"{record['metric']} in a short run, {record['data']['label']}; the same grid for every variant"
+    return (
+        caption,
+        ["Variant", *columns],
+        [[name, *(found.get(c, "-") for c in columns)] for name, found in cells.items()],
+    )
+
+
+def _shown_setting(setting: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in setting.items())

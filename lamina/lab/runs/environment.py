@@ -1,0 +1,111 @@
+"""What a run ran on: versions, commit and machine."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).parents[2]
+COMMIT_VARIABLE = "LAMINA_COMMIT"  # the commit of a copy whose .git is absent or behind, as its maker knows it
+
+
+def environment() -> dict[str, Any]:
+    """Versions, commit and machine, for a run's header; no host, user or path."""
+    from ... import __version__
+
+    told = os.environ.get(COMMIT_VARIABLE)
+    tracked = None if told else _git("ls-files", "--error-unmatch", "__init__.py")
+    commit = _git("rev-parse", "HEAD") if tracked else told
+    return {
+        "lamina": __version__,
+        "commit": commit,
+        "dirty": bool(_git("status", "--porcelain", "--", ".")) if tracked else None,
+        "versions": _versions(),
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "gpu": _gpu(), "system": _system()},
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def changed_since(commit: str, files: Sequence[str]) -> bool | None:
+    """Return whether the code of ``files`` (pathspecs below the package) changed after ``commit``; None if unknown.
+
+    Comments, docstrings and imports are not code, and a renamed file is compared with itself. Git cannot tell without a
+    repository, or in a shallow one that lacks the commit. Anything but a commit's name is kept from git's command line.
+    """
+    if not re.fullmatch("[0-9a-f]{7,64}", commit) or not _git("ls-files", "--error-unmatch", "__init__.py"):
+        return None
+    covered = _git("diff", "--relative", "--no-renames", "--name-only", commit, "--", *files)
+    entries = _git("diff", "--relative", "--find-renames=40%", "--name-status", commit, "--", ".")
+    if covered is None or entries is None:
+        return None
+    changes = (entry.split("\t")[1:] for entry in entries.splitlines())
+    wanted = {*covered.splitlines()}
+    return any(_code_changed(commit, names[0], names[-1]) for names in changes if not wanted.isdisjoint(names))
+
+
+def _code_changed(commit: str, old: str, new: str) -> bool:
+    """Return whether a file, or one that was renamed, differs in more than words."""
+    path, before = PACKAGE / new, _git("show", f"{commit}:./{old}")
+    if before is None or not path.is_file() or path.suffix != ".py":
+        return True
+    return _code(before) != _code(path.read_text(encoding="utf-8"))
+
+
+def _code(source: str) -> str:
+    """Return a module's syntax tree without docstrings and imports."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            kept = [line for line in body if not isinstance(line, (ast.Import, ast.ImportFrom)) and not _is_text(line)]
+            node.body = kept  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_text(line: ast.stmt) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str)
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says in the package's folder; None where that is no checkout, or git is absent."""
+    command = ["git", "-C", str(PACKAGE), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("torch", "numpy", "accelerate", "triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpu() -> str | None:
+    torch = sys.modules.get("torch")  # a run has imported it; nothing here is worth the seconds that takes
+    return str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_available() else None
+
+
+def _system() -> str:
+    return f"{platform.system()} {platform.machine()}"

@@ -1,0 +1,318 @@
+"""The folder of one run: one process at a time, nothing half-written, nothing lost when the process is killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import fail
+from . import checkpoints
+from .checkpoints import Checkpoint, Damaged, damaged_json, disk_errors, plain, read_json, rng_state, set_rng_state
+from .files import Events, Lock, Metrics, is_held, make_folder, not_writable, parsed
+
+if TYPE_CHECKING:  # torch takes seconds to import, and ``status`` needs none of it
+    import torch
+
+__all__ = ["Checkpoint", "RunFolder", "rng_state", "set_rng_state", "status"]
+
+HEADER, METRICS, SUMMARY, BEST = "config.json", "metrics.jsonl", "summary.json", "best.json"
+LOCK, CHECKPOINTS = "run.lock", "checkpoints"
+
+
+class RunFolder:
+    """The folder of one run, held by this process::
+
+        with RunFolder.open("runs/mnist/mnist-real/layer-seed0") as folder:
+            folder.start(header, resume=True)
+            found = folder.load()  # None in a new run
+
+    ``notes`` collects what the user should hear of (a damaged checkpoint, no TensorBoard); the caller prints them.
+    """
+
+    def __init__(self, path: Path, lock: Lock) -> None:
+        self.path = path
+        self.notes: list[str] = []
+        self._lock = lock
+        self._owner = os.getpid()
+        self._home = path / CHECKPOINTS
+        self._metrics = Metrics(path / METRICS)
+        self._events = Events(path, self.notes)
+        self._resuming = False  # until the first load, which is what cuts the metrics back
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> RunFolder:
+        """Make the folder if need be and lock it; refused while another process (or this one) holds it."""
+        place = Path(path)
+        make_folder(place)
+        folder = cls(place, Lock(place / LOCK))
+        try:
+            for left_over in place.glob(".tmp-*"):
+                left_over.unlink(missing_ok=True)
+            checkpoints.tidy(folder._home)
+        except OSError as error:
+            folder.close()
+            raise not_writable(place, error) from error
+        return folder
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock and close the files; a forked child that gets here leaves its parent's alone."""
+        if os.getpid() == self._owner:
+            self._events.close()
+            self._metrics.close()
+            self._lock.release()
+
+    # The header
+
+    @property
+    def header(self) -> dict[str, Any] | None:
+        """What ``start`` wrote when the run began."""
+        return read_json(self.path / HEADER)
+
+    def start(self, header: Mapping[str, Any], *, resume: bool, restart: bool = False) -> None:
+        """Begin a run, or go on with the one that is here.
+
+        Args:
+            header: experiment, config, seeds, data and the environment.
+            resume: go on with a run of the same experiment, settings, seeds and data, or begin where there is none.
+            restart: move what is here to ``old-<n>`` and begin anew.
+        """
+        if resume and restart:
+            raise fail("a run is resumed or begun anew", "--resume and --restart together", "Pass one of them.")
+        if restart:
+            self._move_to_old()
+        stored = self.header
+        self._events.several_seeds = len(header.get("seeds", ())) > 1
+        if stored is None:
+            self._refuse_orphans()
+            self.write_json(HEADER, header)
+        elif resume:
+            _check_same_run(stored, plain(header))
+            self._resuming = True
+        else:
+            received = f"{self.path}, which holds a run at step {_last_step(self.path)}"
+            raise fail("a new run needs a new folder", received, "Pass --resume to go on or --restart to begin anew.")
+
+    def _refuse_orphans(self) -> None:
+        """Metrics or checkpoints without their settings: somebody's run, and not to be written over."""
+        if checkpoints.listed(self._home) or self._metrics.size():
+            received = f"{self.path} with metrics or checkpoints and no {HEADER}"
+            raise fail("a new run needs a new folder", received, f"Put {HEADER} back, or pass --restart to begin anew.")
+
+    def _move_to_old(self) -> None:
+        """The header goes first: if the rest is interrupted, what stays is refused as no run at all, not resumed."""
+        here = [p for p in self.path.iterdir() if p.name != LOCK and not p.name.startswith("old-")]
+        if not here:
+            return
+        self._events.close()
+        self._metrics.close()
+        old = self.path / f"old-{next(n for n in range(1, 10**9) if not (self.path / f'old-{n}').exists())}"
+        with disk_errors(old):
+            old.mkdir()
+            for path in sorted(here, key=lambda p: p.name != HEADER):
+                path.rename(old / path.name)
+            checkpoints.sync_folder(self.path)
+
+    # Metrics and small files
+
+    def log(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append lines to ``metrics.jsonl``, and to TensorBoard's events."""
+        rows = [plain(line) for line in lines]
+        with disk_errors(self.path / METRICS):
+            self._metrics.append(rows)
+        self._events.add(rows)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every line so far; a last line that was cut off by a kill does not count."""
+        return self._metrics.read()
+
+    def write_json(self, name: str, value: Mapping[Any, Any]) -> None:
+        """Write a small file, all of it or nothing; what is not finite becomes null."""
+        text = json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
+        checkpoints.write_atomically(self.path / name, text.encode())
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """What ``write_json`` wrote, or None."""
+        return read_json(self.path / name)
+
+    # Checkpoints
+
+    def save(
+        self,
+        step: int,
+        weights: Mapping[str, torch.Tensor],
+        optimizer: Mapping[str, Any],
+        state: Mapping[str, Any],
+        best: float | None = None,
+    ) -> Path:
+        """Write a checkpoint; the last two and the best stay, older ones go once the new one is in place.
+
+        Args:
+            step: updates so far.
+            weights: ``model.state_dict()``.
+            optimizer: ``optimizer.state_dict()``.
+            state: anything else in numbers, text, lists and dicts, such as ``rng_state()``.
+            best: the value, if this is the best so far: ``mark_best`` with no gap for a kill to fall in.
+        """
+        with disk_errors(self.path / METRICS):
+            size = self._metrics.sync()  # the checkpoint must not outlive lines that it counts as written
+        self._events.flush()
+        saved = Checkpoint(step, dict(weights), dict(optimizer), dict(state), size, best)
+        path = checkpoints.write(self._home, saved)
+        if best is not None:
+            self.mark_best(step, best)
+        self._prune({step})
+        return path
+
+    def load(self, map_location: str | torch.device = "cpu") -> Checkpoint | None:
+        """The newest checkpoint that is whole, or None where there is none at all.
+
+        The first load after ``start(resume=True)`` also takes metrics and events back to that checkpoint.
+        """
+        faults: list[str] = []
+        for _, path in reversed(checkpoints.listed(self._home)):
+            try:
+                found = checkpoints.read(path, map_location)
+                self._check_metrics_reach(found)
+            except Damaged as damage:
+                faults.append(f"{path.name}: {damage}")
+                continue
+            self.notes += [f"checkpoint passed over: {fault}" for fault in faults]
+            self._return_to(found)
+            return found
+        if faults:
+            remedy = f"Put whole ones back into {self._home}, or pass --restart to begin anew (the old files are kept)."
+            raise fail("a run goes on from a checkpoint that is whole", "; ".join(faults), remedy)
+        self._return_to(None)
+        return None
+
+    def _check_metrics_reach(self, found: Checkpoint) -> None:
+        size = self._metrics.size()
+        if self._resuming and size < found.metrics_bytes:
+            raise Damaged(f"{METRICS} has {size} bytes and had {found.metrics_bytes} when it was written")
+
+    def _return_to(self, found: Checkpoint | None) -> None:
+        if not self._resuming:
+            return
+        self.rewind(found.step if found else 0, found.metrics_bytes if found else 0)
+        if found and found.best is not None and (self.best() or (None,))[0] != found.step:
+            self.mark_best(found.step, found.best)  # killed between the checkpoint and best.json
+        self._resuming = False
+
+    def rewind(self, step: int, metrics_bytes: int) -> None:
+        """Take the folder back to how the checkpoint at ``step`` saw it, so that no line is written twice.
+
+        Later checkpoints (all of them damaged, or one of them would have been loaded) are set aside under other names.
+        """
+        with disk_errors(self.path):
+            for later, path in checkpoints.listed(self._home):
+                if later > step:
+                    checkpoints.set_aside(path)
+            best = self.best()
+            if best and best[0] > step:
+                (self.path / BEST).unlink()
+            if self._metrics.size() > metrics_bytes:
+                (self.path / SUMMARY).unlink(missing_ok=True)  # a run that goes back has not finished
+                self._metrics.cut(metrics_bytes)
+        self._events.purge_step = step + 1 if metrics_bytes else 0
+
+    def mark_best(self, step: int, value: float) -> None:
+        """Keep the checkpoint of this step until a better one is marked."""
+        if step not in dict(checkpoints.listed(self._home)):
+            raise fail("the best step must have a checkpoint", f"step {step}", "Save it first.")
+        if not math.isfinite(value):
+            raise fail("the best value must be finite", repr(value), "Do not mark a run that has diverged.")
+        self.write_json(BEST, {"step": step, "value": value})
+        self._prune({step})
+
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the best checkpoint."""
+        stored = self.read_json(BEST)
+        try:
+            return None if stored is None else (int(stored["step"]), float(stored["value"]))
+        except (KeyError, TypeError, ValueError):
+            raise damaged_json(self.path / BEST) from None
+
+    def _prune(self, keep: set[int]) -> None:
+        every = checkpoints.listed(self._home)
+        best = self.best()
+        keep = keep | {step for step, _ in every[-2:]} | ({best[0]} if best else set())
+        for step, path in every:
+            try:
+                if step not in keep:
+                    checkpoints.discard(path)
+            except OSError as error:  # untidy, but no reason to end a run
+                self.notes.append(f"an old checkpoint could not be deleted: {path} ({error.strerror})")
+
+
+# Going on with a run
+
+
+def _identity(header: Mapping[str, Any]) -> dict[str, Any]:
+    """What must not change while a run goes on, by the name a message gives it."""
+    data = header.get("data") or {}
+    identity = {name: header.get(name) for name in ("schema", "experiment", "seeds")}
+    identity |= {f"config.{name}": value for name, value in (header.get("config") or {}).items()}
+    identity |= {f"data.{name}": data.get(name) for name in ("name", "kind")}
+    return identity | {f"data.sha256.{name}": value for name, value in (data.get("sha256") or {}).items()}
+
+
+def _check_same_run(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    before, after = _identity(stored), _identity(now)
+    absent = "(absent)"
+    differing = [
+        f"{name} {before.get(name, absent)!r} stored and {after.get(name, absent)!r} now"
+        for name in {**before, **after}
+        if before.get(name, absent) != after.get(name, absent)
+    ]
+    if differing:
+        remedy = "Pass what the run began with, or --restart to begin anew."
+        raise fail("a run goes on with the settings and data it began with", "; ".join(differing), remedy)
+
+
+# Looking from outside
+
+
+def status(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A run folder as it stands, without taking its lock: header, step, checkpoint, finished, running.
+
+    ``step`` is the last one logged or saved; ``checkpoint`` the one a resumed run would look at first, or None;
+    ``running`` is None where the file system knows no locks.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise fail("a run folder must be a folder", str(folder), "Pass the folder of one run.")
+    saved = checkpoints.listed(folder / CHECKPOINTS)
+    return {
+        "header": read_json(folder / HEADER),
+        "step": _last_step(folder),
+        "checkpoint": saved[-1][0] if saved else None,
+        "finished": bool((read_json(folder / SUMMARY) or {}).get("finished")),
+        "running": is_held(folder / LOCK),
+    }
+
+
+def _last_step(folder: Path) -> int:
+    steps = [step for step, _ in checkpoints.listed(folder / CHECKPOINTS)]
+    steps += [line["step"] for line in _last_lines(folder / METRICS) if isinstance(line.get("step"), int)]
+    return max(steps, default=0)
+
+
+def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines in the last 64 KiB, where the newest step is: a long run's file is not read for one number."""
+    if path.is_file():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 2**16))
+            for raw in file.read().split(b"\n")[:-1]:
+                line = parsed(raw)
+                if line is not None:
+                    yield line

@@ -1,0 +1,122 @@
+"""The only training loop: any experiment, one process or many, one run or several side by side, never lost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from accelerate import Accelerator
+
+from ...errors import RunError
+from ..data import registry
+from ..experiments import Job
+from ..runs.progress import Reporter
+from .control import Clock, Diverged, Interrupted, Settings, Stop, accelerator_for
+from .run import Run
+
+__all__ = ["Diverged", "Interrupted", "Run", "Settings", "train"]
+
+TOGETHER = 6  # runs side by side on one GPU, unless told otherwise
+
+
+def train(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
+    """Train every job, some side by side where that is faster; finished ones are passed over when resuming."""
+    waiting = list(jobs)
+    failures: list[str] = []  # a run that fails ends alone; the others go on, and all is told at the end
+    loaded: dict[str, registry.Dataset] = {}
+    accelerator: Accelerator | None = None
+    with Stop() as stop:
+        while waiting:
+            accelerator = accelerator_for(settings, waiting[0].config.precision)
+            limit = settings.together or (TOGETHER if accelerator.device.type == "cuda" else 1)
+            if accelerator.scaler is not None:
+                limit = 1  # accelerate has one loss scale: runs that shared it would change one another
+            alike = [job for job in waiting if job.config.precision == waiting[0].config.precision][:limit]
+            waiting = [job for job in waiting if job not in alike]
+            with ExitStack() as folders:
+                runs = [Run(job, settings, accelerator, _dataset(job, settings, loaded), say) for job in alike]
+                active = [run for run in runs if run.prepare(folders)]
+                for run in active:
+                    run.side_by_side = sum(len(other.job.seeds) for other in active)
+                failures += _together(active, accelerator, stop)
+    if accelerator is not None and accelerator.num_processes > 1:
+        # Part together, so that no process waits for one that has left. By a sum: accelerate's own way to wait asks for
+        # a GPU of the process's number, on the CPU too.
+        accelerator.reduce(torch.zeros(1, device=accelerator.device), "sum")
+        accelerator.end_training()
+    if failures:
+        raise RunError("; ".join(failures))
+
+
+def _dataset(job: Job, settings: Settings, loaded: dict[str, registry.Dataset]) -> registry.Dataset:
+    """The job's data, read and checked once for all jobs."""
+    name: str = getattr(job.config, "dataset")  # noqa: B009  (a field of each experiment's own)
+    if name not in loaded:
+        loaded[name] = registry.load(name, settings.root)
+    return loaded[name]
+
+
+def _together(runs: list[Run], accelerator: Accelerator, stop: Stop) -> list[str]:
+    """A few updates of each run in turn; on a GPU they only enqueue work, so the runs overlap. Returns failures."""
+    clock = Clock()
+    failures: list[str] = []
+    for run in runs:
+        with clock.stopped():
+            run.until = run.next_event()
+            run.steps.begin(run.step, run.until - run.step)
+    while runs:
+        for run in list(runs):
+            count = min(run.steps.burst, run.until - run.step)
+            run.steps.launch(run.step, count)
+            run.step += count
+            run.say.move(run.label, run.step, run.total_steps)
+            if run.step == run.until:
+                failure = _event(run, clock)
+                failures += [failure] if failure else []
+                if failure or run.step == run.total_steps:
+                    runs.remove(run)
+        if _asked_to_stop(stop, accelerator, runs):
+            with clock.stopped():
+                for run in runs:
+                    _save_unless_diverged(run, clock.seconds)
+            raise Interrupted(stop.number or signal.SIGTERM)
+    return failures
+
+
+def _save_unless_diverged(run: Run, seconds: float) -> None:
+    run.steps.wait()
+    try:
+        run._checked_losses()
+    except Diverged as error:
+        run.say.line(str(error))  # its earlier checkpoints are better, and the runs beside it are to be saved too
+    else:
+        run.save(seconds)
+
+
+def _event(run: Run, clock: Clock) -> str:
+    """What is due between two stretches of updates; returns the reason when the run cannot go on."""
+    run.steps.wait()  # on the clock: this is training
+    with clock.stopped():
+        try:
+            run.handle(clock.seconds)
+        except RunError as error:
+            if run.accelerator.num_processes > 1 and not isinstance(error, Diverged):
+                raise  # a full disk is the first process's alone to see: the others would wait for it for ever
+            run.say.end(run.label, f"stopped: {error}")
+            return str(error)
+        run.until = run.next_event()
+        if run.step < run.total_steps:
+            run.steps.begin(run.step, run.until - run.step)
+    return ""
+
+
+def _asked_to_stop(stop: Stop, accelerator: Accelerator, runs: Sequence[Run]) -> bool:
+    """Whether a signal came; several processes agree on the update at which they look."""
+    if accelerator.num_processes == 1:
+        return bool(stop.number) and bool(runs)
+    if not runs or runs[0].step != runs[0].logged:
+        return False
+    flag = torch.tensor([float(stop.number)], device=accelerator.device)
+    return bool(accelerator.reduce(flag, "sum").item())
