@@ -105,6 +105,22 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Metric:
+    """A quantity that an experiment evaluates, and which end of it is the good one."""
+
+    name: str
+    label: str
+    better: str = "lower"  # or "higher"
+
+    def is_better(self, value: float, than: float) -> bool:
+        return value > than if self.better == "higher" else value < than
+
+    @property
+    def worst(self) -> float:
+        return -math.inf if self.better == "higher" else math.inf
+
+
+@dataclass(frozen=True)
 class Panel:
     """One set of axes: ``y`` against ``x``, one line for each variant, mean and spread over seeds.
 
@@ -164,13 +180,18 @@ class Sheet:
     figures: tuple[Figure, ...]
     numbers: tuple[Number, ...]
     claims: tuple[Claim, ...]
-    headline: str  # the evaluation metric that decides which checkpoint is best; lower is better
+    headline: str  # the evaluation metric that decides which checkpoint is best
+    metrics: tuple[Metric, ...] = ()  # every metric whose higher values are better, and any that needs a label
     vary: tuple[str, ...] = ("norm",)  # settings that tell variants apart, in tables and run folders
     small: Mapping[str, Any] = field(default_factory=dict)  # settings of ``lamina reproduce``
     small_sweep: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     small_seeds: int = 3
     stackable: bool = False  # seeds may train together as one stacked model (torch.vmap)
     fixed_shapes: bool = True  # every batch has the shapes of the first, so an update can be captured
+
+    def metric(self, name: str) -> Metric:
+        """Return the metric of this name; one that the experiment does not list is better the lower it is."""
+        return next((metric for metric in self.metrics if metric.name == name), Metric(name, name.replace("_", " ")))
 
     def described(self, configs: Iterable[Mapping[str, Any]]) -> str:
         """``about`` with the settings that these runs had: ``256``, or ``256 or 1000`` where they differ."""
