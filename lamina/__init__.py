@@ -1,15 +1,15 @@
 """Layer Normalization (Ba, Kiros, Hinton 2016) for PyTorch.
 
-Layers are drop-in for ``torch.nn``: ``lamina.LSTM(128, 256)`` where ``torch.nn.LSTM(128, 256)`` stood, or
-``lamina.convert(model)`` for a whole model. ``lamina.reference`` holds the equations, ``lamina.placements`` the
-published variants, ``lamina.explain(layer)`` says which backend runs and why.
+Layers are drop-in replacements for ``torch.nn``: write ``lamina.LSTM(128, 256)`` for ``torch.nn.LSTM(128, 256)``, or
+call ``lamina.convert(model)`` on a whole model. ``lamina.reference`` holds the equations, ``lamina.placements`` the
+published variants, and ``lamina.explain(layer)`` reports which backend runs and why.
 """
 
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Names are fetched when first used: torch takes seconds to import, and ``lamina --help`` needs none of it.
+# Names are imported lazily: torch takes seconds to import, and ``lamina --help`` does not need it.
 if TYPE_CHECKING:
     from . import analysis, baselines, functional, optim, options, placements, reference
     from .baselines import BatchNorm
@@ -38,16 +38,16 @@ __all__ = [
     "Linear",
     "Conv2d",
     "BatchNorm",
-    # moving in
+    # migration
     "convert",
     "import_weights",
-    # one frame at a time
+    # streaming inference
     "stream",
-    # which backend, and why
+    # backends and errors
     "explain",
     "BackendError",
     "InputError",
-    # rooms
+    # submodules
     "analysis",
     "baselines",
     "functional",
@@ -72,8 +72,8 @@ _HOME = {
 }
 
 
-# A saved program (torch.export, AOTInductor) finds lamina's operators by name: ``functional`` registers them. It is
-# loaded at once where torch is there already, else with the first layer.
+# Saved programs (torch.export, AOTInductor) look up lamina's operators by name, and importing ``functional`` registers
+# them. Import it now if torch is already loaded, otherwise together with the first layer.
 if sys.modules.get("torch") is not None:
     import_module(".functional", __name__)
 
@@ -82,13 +82,13 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         if _HOME[name] != "errors":
             import_module(".functional", __name__)
-        found = getattr(import_module(f".{_HOME[name]}", __name__), name)
+        member = getattr(import_module(f".{_HOME[name]}", __name__), name)
     elif name in __all__:
-        found = import_module(f".{name}", __name__)
+        member = import_module(f".{name}", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    globals()[name] = member
+    return member
 
 
 def __dir__() -> list[str]:

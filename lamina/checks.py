@@ -1,4 +1,4 @@
-"""Checks of what users pass in; the errors themselves are in ``errors``."""
+"""Checks of user arguments; the error types are in ``errors``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def describe(value: object) -> str:
-    """Return shape, dtype and device of a tensor, type and short repr of anything else."""
+    """Return shape, dtype and device of a tensor, or type and short repr of another value."""
     return show(value) if isinstance(value, Tensor) else f"{type(value).__name__} {show(value)}"
 
 
@@ -72,9 +72,9 @@ def finite(what: str, value: object) -> float:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether the values of ``tensor`` may be looked at now.
+    """Return whether the values of ``tensor`` can be read now.
 
-    They may not while a compiler or exporter traces, inside ``torch.func`` transforms, during CUDA-graph
+    They cannot while a compiler or exporter traces, inside ``torch.func`` transforms, during CUDA-graph
     capture, or on the meta device.
     """
     if torch.compiler.is_compiling() or tensor.is_meta:
@@ -85,17 +85,17 @@ def readable(tensor: Tensor) -> bool:
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype autocast would use for ``tensor``; None when it is off or leaves the tensor alone (float64)."""
-    kind = tensor.device.type
-    if tensor.dtype == torch.float64 or tensor.is_meta:  # autocast knows no meta device
+    """Return the dtype autocast would use for ``tensor``; None when autocast is off or skips the tensor (float64)."""
+    device_type = tensor.device.type
+    if tensor.dtype == torch.float64 or tensor.is_meta:  # autocast does not support the meta device
         return None
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def check_kind(layer: str, input: object, parameter: Tensor | None, *, half_input: bool) -> Tensor:
-    """``input`` if it is a floating-point tensor that fits the layer's parameters in device and dtype.
+    """Return ``input``; raise unless it is a floating-point tensor on the device and of the dtype of the parameters.
 
-    ``half_input`` lets a half-precision input meet float32 parameters, as torch's norms do.
+    ``half_input`` accepts a half-precision input with float32 parameters, as torch's norms do.
     """
     if not isinstance(input, Tensor):
         raise TypeError(f"{layer} needs a tensor, got {describe(input)}. Convert it with torch.as_tensor.")
@@ -122,7 +122,7 @@ def check_kind(layer: str, input: object, parameter: Tensor | None, *, half_inpu
 
 
 def transformed(*tensors: Tensor) -> bool:
-    """Whether a ``torch.func`` transform is at work, if only on other tensors, or forward-mode differentiation."""
+    """Return whether a ``torch.func`` transform (even of other tensors) or forward-mode differentiation is active."""
     if torch.compiler.is_compiling():
         return False
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
@@ -131,20 +131,20 @@ def transformed(*tensors: Tensor) -> bool:
 
 
 def batched(grads: Sequence[Tensor | None]) -> bool:
-    """Whether a backward pass runs under vmap, as in ``torch.autograd.grad(is_grads_batched=True)``."""
+    """Return whether a backward pass runs under vmap, as in ``torch.autograd.grad(is_grads_batched=True)``."""
     if torch._C._are_functorch_transforms_active():
         return True
     return any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads)
 
 
 def watched(tensor: Tensor) -> bool:
-    """Whether more than autograd sees operations on ``tensor``: a subclass, or a mode (fake tensors, counters).
+    """Return whether a tensor subclass or a dispatch mode (fake tensors, counters) intercepts operations on ``tensor``.
 
-    A kernel that is started by addresses would pass them by, and fake tensors have none.
+    A kernel launched on raw addresses would bypass them, and fake tensors have no address.
     """
     return torch._C._len_torch_dispatch_stack() > 0 or type(tensor) not in (Tensor, torch.nn.Parameter)
 
 
 def traced() -> bool:
-    """Whether torch.jit.trace, or an exporter that uses it, records what is computed."""
+    """Return whether torch.jit.trace, or an exporter that uses it, is recording."""
     return bool(torch._C._get_tracing_state())

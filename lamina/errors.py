@@ -1,4 +1,4 @@
-"""Errors a user can act on: each states the rule, what was received and the remedy. Nothing heavy is imported here."""
+"""Errors that state the rule, the received value and the remedy. This module must stay cheap to import."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any
 
 
 class InputError(ValueError, RuntimeError):
-    """A call, a constructor or a command got something it cannot use.
+    """Invalid argument of a call, a constructor or a command.
 
-    It is a ``ValueError``; it is a ``RuntimeError`` too because ``torch.nn`` raises that for wrong
-    shapes, and code written for ``torch.nn`` must go on catching it. The command line ends with code 2.
+    It is a ``ValueError``, and also a ``RuntimeError`` because ``torch.nn`` raises that for wrong shapes, so that
+    code written for ``torch.nn`` still catches it. The command line exits with code 2.
     """
 
 
 class BackendError(RuntimeError):
-    """A backend that was asked for by name cannot serve this call."""
+    """Call that the explicitly requested backend does not support."""
 
 
 class SlowPathWarning(UserWarning):
-    """The environment lacks something that would make a call several times faster; ``lamina.notices`` has the texts."""
+    """Warning that a missing dependency makes a call several times slower; see ``lamina.notices`` for the texts."""
 
 
 class RunError(RuntimeError):
-    """A run that began well could not go on (loss not finite, disk full); the command line ends with code 1."""
+    """Failure of a run after its start (loss not finite, disk full); the command line exits with code 1."""
 
 
 def fail(rule: str, received: object, remedy: str) -> InputError:
-    """The exception to raise: ``raise fail("eps must be >= 0", "eps=-1", "Pass 1e-5.")``."""
+    """Return the exception to raise: ``raise fail("eps must be >= 0", "eps=-1", "Pass 1e-5.")``."""
     return InputError(f"{rule}, got {received}. {remedy}")
 
 
 def not_installed(module: str | None) -> str:
-    """Say that an optional module is missing, and how to install it alone or with the rest of the lab."""
+    """Return the error text for a missing optional module, with the command that installs it."""
     name = str(module).partition(".")[0]
     package = {"sklearn": "scikit-learn"}.get(name, name)
     return (
@@ -44,22 +44,22 @@ def not_installed(module: str | None) -> str:
 
 
 def one_of(what: str, value: object, allowed: Iterable[Any]) -> None:
-    """Raise unless ``value`` is among ``allowed``; suggest the nearest name."""
+    """Raise unless ``value`` is in ``allowed``; suggest the closest name."""
     options = list(allowed)
     if any(isinstance(value, type(option)) and value == option for option in options):
         return
-    names, given = {str(option): repr(option) for option in options}, show(value).strip("'\"").lower()
-    near = [name for name in names if len(given) > 2 and given in name]
-    near = near or difflib.get_close_matches(given, names, n=1)
-    hint = f"Did you mean {names[near[0]]}?" if near else "Pass one of them."
+    names, received = {str(option): repr(option) for option in options}, show(value).strip("'\"").lower()
+    matches = [name for name in names if len(received) > 2 and received in name]
+    matches = matches or difflib.get_close_matches(received, names, n=1)
+    hint = f"Did you mean {names[matches[0]]}?" if matches else "Pass one of them."
     raise fail(f"{what} must be one of {', '.join(names.values())}", show(value), hint)
 
 
 def show(value: object) -> str:
-    """Return a short repr: arrays and tensors by their shape, also inside containers; long texts cut."""
+    """Return a short repr: arrays and tensors as their shapes, also inside containers; truncate long text."""
     if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, (Number, str)):
-        kind = str(value.dtype).removeprefix("torch.")
-        return f"shape {list(value.shape)} ({kind}, {getattr(value, 'device', 'numpy')})"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"shape {list(value.shape)} ({dtype}, {getattr(value, 'device', 'numpy')})"
     if isinstance(value, (tuple, list)):
         inside = ", ".join(show(item) for item in value[:8]) + (", ..." if len(value) > 8 else "")
         text = f"({inside})" if isinstance(value, tuple) else f"[{inside}]"

@@ -1,4 +1,4 @@
-"""Notices about an environment that makes lamina slow, each given once a process. Nothing heavy is imported here."""
+"""Warnings about environments that make lamina slow, once per process. This module must stay cheap to import."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from .errors import SlowPathWarning
 
 WARNINGS = {
     "numba": (
-        "numba is not installed, so lamina runs its recurrences on this CPU in plain PyTorch, one step after another, "
-        "which is several times slower. Install numba (pip install numba), or pass backend='reference' if this is "
-        "what you want."
+        "numba is not installed, so lamina runs its recurrences on this CPU in plain PyTorch, one step at a time, "
+        "which is several times slower. Install numba (pip install numba), or pass backend='reference' to keep the "
+        "slow path without this warning."
     ),
     "triton": (
-        "Triton is not installed, so lamina runs its recurrences on this GPU in plain PyTorch, one step after "
-        "another, which is many times slower. Install Triton (pip install triton; on Windows pip install "
-        "triton-windows), or pass backend='reference' if this is what you want."
+        "Triton is not installed, so lamina runs its recurrences on this GPU in plain PyTorch, one step at a time, "
+        "which is many times slower. Install Triton (pip install triton; on Windows pip install triton-windows), or "
+        "pass backend='reference' to keep the slow path without this warning."
     ),
     "cache": (
-        "lamina cannot keep its compiled CPU kernels ({error}), so every process compiles them anew, which takes "
-        "several seconds. Set the environment variable LAMINA_CACHE to a folder that can be written."
+        "lamina cannot store its compiled CPU kernels ({error}), so every process recompiles them, which takes "
+        "several seconds. Set the environment variable LAMINA_CACHE to a writable folder."
     ),
 }
 COMPILING = "lamina is compiling its CPU kernels for this machine (several seconds, the first time only)"
-PATIENCE = 1.0  # seconds of compiling that pass in silence
-OUTSIDE = (__package__, "torch")  # packages whose frames are not the caller's
+PATIENCE = 1.0  # seconds of compilation before the log line
+OUTSIDE = (__package__, "torch")  # packages whose frames are skipped when a warning names the caller
 
 _given: set[str] = set()
-_compiled = 0.0  # seconds of compiling until now
+_compiled = 0.0  # seconds spent compiling so far
 
 
 def warn(name: str, **details: object) -> None:
-    """Give a warning of ``WARNINGS`` the first time that it is asked for in this process."""
+    """Emit a warning of ``WARNINGS``, once per process."""
     if name not in _given:
         _given.add(name)
         warnings.warn(WARNINGS[name].format(**details), SlowPathWarning, stacklevel=_callers_level())
 
 
-# torch.compile calls it while tracing and leaves nothing in the graph: torch.compiler.assume_constant_result, without
-# the import of torch's compiler.
+# torch.compile runs ``warn`` while tracing and records nothing in the graph. This is what
+# torch.compiler.assume_constant_result sets, without importing torch's compiler.
 warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _callers_level() -> int:
-    """Stack level, for a warning of the calling function, of the first frame outside this package and torch."""
+    """Return the stacklevel that makes the calling function's warning point outside this package and torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in OUTSIDE:
         level, frame = level + 1, frame.f_back
@@ -58,7 +58,7 @@ def _callers_level() -> int:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Log one line while kernels are compiled, once compiling has taken ``PATIENCE`` seconds in all."""
+    """Log one line as soon as compilation has taken ``PATIENCE`` seconds in this process."""
     global _compiled
     timer = threading.Timer(max(PATIENCE - _compiled, 0.0), _say_compiling)
     timer.daemon = True
@@ -72,7 +72,7 @@ def compiling() -> Iterator[None]:
 
 
 def _say_compiling() -> None:
-    """Without a handler of the user's, logging writes a warning to stderr."""
+    """Log the line; without a handler, logging prints warnings to stderr."""
     if "compiling" not in _given:
         _given.add("compiling")
         logging.getLogger(__package__).warning(COMPILING)
