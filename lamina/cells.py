@@ -1,4 +1,4 @@
-"""RNNCell, LSTMCell and GRUCell: one step of the layers in ``lamina.recurrent``, drop-in for ``torch.nn``'s cells."""
+"""RNNCell, LSTMCell and GRUCell: one step of the layers in ``lamina.recurrent``, with the interface of ``torch.nn``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _PARAMETERS = NAMES[3:STEP]
 
 
 def _ordinary(input: Any) -> bool:
-    """Whether a tensor is seen by nobody but autograd: no compiler, no tracer, no transform, no autocast."""
+    """Return whether only autograd acts on the tensor: no compiler, tracer, transform, subclass, mode or autocast."""
     if torch.compiler.is_compiling() or traced() or watched(input) or transformed(input):
         return False
     return not torch.is_autocast_enabled(input.device.type)
 
 
-def _kind(given: Any) -> Any:
-    """All that checks and the choice of a backend look at, besides the module's options: of tensors or None."""
-    return (torch.is_grad_enabled(), *[t if t is None else (t.shape, t.dtype, t.device) for t in given])
+def _cache_key(tensors: Any) -> Any:
+    """Return everything about the tensors (or None) that the checks and the choice of a backend depend on."""
+    return (torch.is_grad_enabled(), *[t if t is None else (t.shape, t.dtype, t.device) for t in tensors])
 
 
 class RecurrentCell(RecurrentModule):
-    """A cell that the caller steps through time."""
+    """Base class of cells, which compute one time step per call."""
 
     single_step = True
 
@@ -41,9 +41,9 @@ class RecurrentCell(RecurrentModule):
     ) -> None:
         super().__init__(input_size, hidden_size, 0, bias, options, device, dtype)
         if self.options.recompute:
-            raise fail("recompute is for layers: a cell has one step", "recompute=True", "Drop it.")
+            raise fail("recompute is only for layers, because a cell has one step", "recompute=True", "Drop it.")
         self._add_cell("", self.input_size)
-        self._fused: dict[Any, Any] = {}  # kinds of calls that a fused step is known to serve, and that step
+        self._fused: dict[Any, Any] = {}  # cache key of a call that passed all checks: its fused step
         self.reset_parameters()
 
     def _suffixes(self) -> list[str]:
@@ -54,42 +54,42 @@ class RecurrentCell(RecurrentModule):
         return ", ".join(shown + self._option_repr())
 
     def recurrent_mask(self, batch_size: int) -> Tensor | None:
-        """The recurrent-dropout mask [B, H] of one sequence: draw it once, pass it to every step's call."""
+        """Draw the recurrent-dropout mask [B, H] of one sequence, to be passed to the call of every step."""
         return self._draw_recurrent_mask(batch_size, self.get_parameter("weight_hh"))
 
     def forward(self, input: Tensor, hx: Any = None, recurrent_mask: Tensor | None = None, step: int = 0) -> Any:
-        """The next state: h [B, H], for the LSTM (h, c); without B for an input [D].
+        """Return the next state: h [B, H], for the LSTM (h, c); without B for an input [D].
 
-        hx: the state before this step, None for the initial one.
-        recurrent_mask: what ``recurrent_mask(batch_size)`` gave for this sequence, with recurrent_dropout.
-        step: the time step's number, for batch norm's per-step statistics.
+        hx: state before this step; None means the initial state.
+        recurrent_mask: result of ``recurrent_mask(batch_size)`` for this sequence, needed with recurrent_dropout.
+        step: number of the time step, for batch norm's per-step statistics.
         """
         if symbolic(input):
             return leaf(self, input, hx=hx, recurrent_mask=recurrent_mask, step=step)
-        state = self._again(input, hx, recurrent_mask) or self._run(input, hx, recurrent_mask, step)
+        state = self._run_cached(input, hx, recurrent_mask) or self._run(input, hx, recurrent_mask, step)
         return state if self.cell == "LSTM" else state[0]
 
-    def _again(self, input: Tensor, hx: Any, recurrent_mask: Tensor | None) -> State | None:
-        """The fused step of a call whose like has been checked before; None where all of it must be looked at."""
+    def _run_cached(self, input: Tensor, hx: Any, recurrent_mask: Tensor | None) -> State | None:
+        """Run the cached fused step if an equivalent call has passed the checks before; else return None."""
         if not self._fused or recurrent_mask is not None or not _ordinary(input):
             return None
         state = () if hx is None else hx if isinstance(hx, (tuple, list)) else (hx,)
         if not all(type(s) is Tensor for s in state):
             return None
-        given = self._given(input, state)
-        step = self._fused.get(_kind(given))
+        tensors = self._step_tensors(input, state)
+        step = self._fused.get(_cache_key(tensors))
         if step is None:
             return None
-        found: State = step(*[t if t is None or t.is_contiguous() else t.contiguous() for t in given])
-        return found
+        new_state: State = step(*[t if t is None or t.is_contiguous() else t.contiguous() for t in tensors])
+        return new_state
 
-    def _given(self, input: Tensor, state: Any) -> tuple[Tensor | None, ...]:
-        """What a fused step takes; a parametrised weight is no longer among the parameters."""
+    def _step_tensors(self, input: Tensor, state: Any) -> tuple[Tensor | None, ...]:
+        """Return the arguments of a fused step; a parametrised weight is None, as it is no longer a parameter."""
         padding = (None,) * (2 - len(state))
         return input, *state, *padding, *map(self._parameters.get, _PARAMETERS), None, None, None
 
     def _remember(self, call: Any, input: Tensor, state: Any) -> None:
-        """That calls like this one are served by the fused step, if they are and nothing else acts on them."""
+        """Cache the fused step for this kind of call if a fused backend serves it and no mask or mode is involved."""
         options, own = self.options, self._parameters
         masked = options.zoneout or options.recurrent_dropout or options.learn_initial_state
         if masked or self.norm not in ("layer", None) or input.dim() != 2 or not _ordinary(input):
@@ -98,39 +98,39 @@ class RecurrentCell(RecurrentModule):
         if path:
             from .kernels import cell, forms, fused
 
-            given, setting = self._given(input, state), forms.setting_of(call, path)
-            step = cell.kind_of(setting, given) if path == "cell" else partial(fused.cpu_step, setting)
-            self._fused[_kind(given)] = step
+            tensors, setting = self._step_tensors(input, state), forms.setting_of(call, path)
+            step = cell.kind_of(setting, tensors) if path == "cell" else partial(fused.cpu_step, setting)
+            self._fused[_cache_key(tensors)] = step
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a copy, perhaps elsewhere, finds out by itself."""
+        """Drop the cached steps, which are valid for this process and device only."""
         return {**self.__dict__, "_fused": {}}
 
     def _run(self, input: Tensor, hx: Any, recurrent_mask: Tensor | None, step: int) -> State:
         self._check_input(input)
         batched = input.dim() == 2
         x = input if batched else input.unsqueeze(0)
-        given = self._default_state("", x.shape[0]) if hx is None else self._check_hx(hx, x, batched)
+        state = self._default_state("", x.shape[0]) if hx is None else self._check_hx(hx, x, batched)
         call = self._recurrence(
             "",
             x.unsqueeze(0),
-            given,
+            state,
             zoneout=self._zoneout(1, x.shape[0], x),
             recurrent_mask=self._check_mask(recurrent_mask),
             first_step=step,
         )
         result = functional.run(call, self.backend, single_step=True)
-        self._remember(call, input, given)
+        self._remember(call, input, state)
         self._observe("", result.moments, x.shape[0], step)
         return result.state if batched else tuple(s.squeeze(0) for s in result.state)
 
     def _check_mask(self, mask: Tensor | None) -> Tensor | None:
-        """A cell cannot know where a sequence begins, and a fresh mask each step is not variational dropout."""
+        """Require a mask from the caller: only the caller knows where a sequence, and so a new mask, begins."""
         if mask is None and self.training and self.options.recurrent_dropout:
             raise fail(
-                "recurrent_dropout in a cell needs the sequence's mask",
+                "recurrent_dropout in a cell needs the mask of the sequence",
                 "recurrent_mask=None",
-                "Draw mask = cell.recurrent_mask(batch_size) once a sequence and pass recurrent_mask=mask each step.",
+                "Draw mask = cell.recurrent_mask(batch_size) once per sequence and pass recurrent_mask=mask each step.",
             )
         return mask
 
@@ -140,20 +140,20 @@ class RecurrentCell(RecurrentModule):
             raise fail(
                 f"{name} needs an input [B, {size}] or [{size}]",
                 describe(input),
-                "Pass one step of a sequence; whole sequences go to the layers.",
+                "Pass one step of a sequence, or use a layer for whole sequences.",
             )
 
     def _check_hx(self, hx: Any, x: Tensor, batched: bool) -> State:
-        given = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
+        state = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
         count = STATES[self.cell]
         shape = [x.shape[0], self.hidden_size] if batched else [self.hidden_size]
-        if len(given) != count or any(not isinstance(s, Tensor) or list(s.shape) != shape for s in given):
+        if len(state) != count or any(not isinstance(s, Tensor) or list(s.shape) != shape for s in state):
             raise fail(
                 f"{type(self).__name__} takes {'(h, c)' if count == 2 else 'h'} of shape {shape} as hx",
-                ", ".join(describe(s) for s in given),
-                "Match the batch and hidden_size, or pass None.",
+                ", ".join(describe(s) for s in state),
+                "Match the batch size and hidden_size, or pass None.",
             )
-        return given if batched else tuple(s.unsqueeze(0) for s in given)
+        return state if batched else tuple(s.unsqueeze(0) for s in state)
 
 
 @with_options

@@ -1,4 +1,4 @@
-"""What the recurrent layers and cells share: their options, their parameters and how those start."""
+"""Options, parameter shapes and initialisation of the recurrent layers and cells."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Options:
     """The keyword-only options of every recurrent layer and cell.
 
     norm: "layer" (default), "batch" (recurrent batch norm, statistics per time step), "weight" or None.
-    placement: where the norms sit, a row of ``lamina.placements``; None is the paper's.
+    placement: positions of the norms, a row of ``lamina.placements``; None selects the paper's.
     eps, eps_mode: sqrt(var + eps) for "var", sqrt(var) + eps for "std"; eps may be 0.
-    gain_init: start value of the gains; None is 1 for layer norm, 0.1 for batch norm and the row norms of the
-        weights (function unchanged) for weight norm. Biases start at 0 whenever a norm is on.
-    forget_bias: start value of the LSTM's forget-gate bias; None leaves it to the rule above.
-    zoneout: probability that a unit of h keeps its old value, or a pair for h and c; the expectation in evaluation.
-    recurrent_dropout: probability of dropping a unit of h on its way into W_h, one mask for the whole sequence.
-    learn_initial_state: the state a sequence starts from (and is reset to) is a parameter, 0 at first.
-    backend: "auto" or a name; see ``lamina.explain``.
-    recompute: keep only states for the backward pass, which then makes the gates anew, a part of the sequence at a
-        time: less memory, more time. Of the fused kernels; see ``lamina.explain``.
-    momentum: of the running statistics of batch norm; None averages over all batches.
-    eval_statistics: "population" or "batch", what batch norm uses in evaluation.
-    max_steps: how many steps batch norm keeps statistics of; None grows with the longest sequence seen. Processes
-        that see different lengths (DistributedDataParallel) need a number.
+    gain_init: initial value of the gains. None means 1 for layer norm, 0.1 for batch norm, and the row norms of the
+        weights for weight norm, which keeps the function. Biases start at 0 under any norm.
+    forget_bias: initial value of the LSTM's forget-gate bias; None applies the rule above.
+    zoneout: probability that a unit of h keeps its old value, or a pair for h and c. Evaluation uses the expectation.
+    recurrent_dropout: probability of dropping a unit of h before the product with W_h, one mask per sequence.
+    learn_initial_state: make the initial state, which is also the state after a reset, a parameter that starts at 0.
+    backend: "auto" or the name of a backend; see ``lamina.explain``.
+    recompute: save only the states for the backward pass, which then recomputes the gates in chunks of the sequence:
+        less memory, more time. Only the fused kernels support it; see ``lamina.explain``.
+    momentum: momentum of batch norm's running statistics; None averages over all batches.
+    eval_statistics: "population" or "batch", the statistics that batch norm uses in evaluation.
+    max_steps: number of steps for which batch norm keeps statistics; None grows with the longest sequence seen. Set it
+        if processes see sequences of different lengths (DistributedDataParallel).
     """
 
     norm: str | None = "layer"
@@ -57,11 +57,11 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """Pick the options out of a constructor's ``locals()``."""
+        """Collect the options from a constructor's ``locals()``."""
         return cls(**{f.name: arguments[f.name] for f in fields(cls)})
 
     def check(self, cell: str, bias: bool) -> Placement:
-        """Raise unless the options suit this cell; give the placement they name."""
+        """Raise if the options do not fit this cell; return the placement they select."""
         where = resolve(cell, self.norm, self.placement)
         epsilon(self.eps)
         one_of("eps_mode", self.eps_mode, EPS_MODES)
@@ -92,11 +92,11 @@ class Options:
             )
 
     def zoneout_rates(self, cell: str) -> tuple[float, ...]:
-        """The zoneout probability of each state: (h,) or (h, c). One number is for h alone, as in Haste."""
+        """Return the zoneout rate of each state, (h,) or (h, c). A single number applies to h only, as in Haste."""
         rates = tuple(self.zoneout) if isinstance(self.zoneout, (tuple, list)) else (self.zoneout, 0.0)
         if len(rates) != 2 or (cell != "LSTM" and rates[1]):
             raise fail(
-                "zoneout is a probability for h, or a pair (h, c) for an LSTM",
+                "zoneout must be a probability for h, or a pair (h, c) for an LSTM",
                 f"{show(self.zoneout)} for {cell}",
                 "Pass one number, or (h, c) to an LSTM.",
             )
@@ -109,15 +109,15 @@ Module = TypeVar("Module", bound=type[nn.Module])
 
 def with_options(layer: Module) -> Module:
     """Append the list of options to a layer's docstring."""
-    described = inspect.getdoc(Options) or ""
-    layer.__doc__ = f"{inspect.getdoc(layer)}\n\n{described.replace('The keyword-only', 'Keyword-only', 1)}"
+    options = inspect.getdoc(Options) or ""
+    layer.__doc__ = f"{inspect.getdoc(layer)}\n\n{options.replace('The keyword-only', 'Keyword-only', 1)}"
     return layer
 
 
 def parameter_shapes(
     cell: str, input_size: int, hidden_size: int, proj_size: int, bias: bool, norm: str | None, where: Placement
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of one cell's parameters: torch's first, in torch's order, then what the norm adds."""
+    """Return names and shapes of one cell's parameters: torch's in torch's order, then those of the norm."""
     rows, out = GATES[cell] * hidden_size, proj_size or hidden_size
     shapes: dict[str, tuple[int, ...]] = {"weight_ih": (rows, input_size), "weight_hh": (rows, out)}
     if bias:
@@ -134,9 +134,9 @@ def parameter_shapes(
 
 
 def initialise(parameters: Mapping[str, Tensor], cell: str, hidden_size: int, options: Options) -> None:
-    """Start values of one cell, the keys as in ``parameter_shapes``.
+    """Initialise the parameters of one cell, named as in ``parameter_shapes``.
 
-    Torch's own parameters are drawn first and in torch's order, so the same seed gives nn.LSTM's weights.
+    Torch's own parameters are drawn first and in torch's order, so that a seed gives the same weights as nn.LSTM.
     """
     bound = 1 / math.sqrt(hidden_size or 1)
     for name, parameter in parameters.items():
@@ -164,7 +164,7 @@ def _initialise_gain(name: str, parameters: Mapping[str, Tensor], options: Optio
 
 
 def _initialise_forget_bias(parameters: Mapping[str, Tensor], hidden_size: int, options: Options) -> None:
-    """The sum of torch's two biases is what the gate sees: one gets the value, the other 0."""
+    """Set bias_ih to the value and bias_hh to 0, because the gate receives their sum."""
     if options.forget_bias is None:
         return
     for name, value in (("bias_ih", options.forget_bias), ("bias_hh", 0.0)):

@@ -1,4 +1,4 @@
-"""Whether the tensors of a recurrence fit together; the checks of single values are in ``checks``."""
+"""Consistency checks of the tensors of a recurrence; checks of single values are in ``checks``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .reference import EPS_MODES, CellWeights, Recurrence
 
 
 def check_recurrence(call: Recurrence, lengths_known: bool = False) -> None:
-    """Raise InputError unless shapes, dtypes, devices and values of a recurrence fit together.
+    """Raise InputError unless shapes, dtypes, devices and values of a recurrence are consistent.
 
-    Lengths that are known to be in range are not looked at again: on a GPU each look waits for all that it has to do.
+    ``lengths_known`` skips the range check of the lengths: reading their values synchronises with the GPU.
     """
     epsilon(call.eps)
     one_of("eps_mode", call.eps_mode, EPS_MODES)
@@ -51,7 +51,7 @@ def _check_weights(call: Recurrence) -> None:
         )
     if w.bias_cell is not None and not call.placement.cell:
         raise fail(
-            f"bias_cell stands behind the norm of c, which placement {call.placement.name!r} does not have",
+            f"bias_cell needs a norm of c, which placement {call.placement.name!r} does not have",
             describe(w.bias_cell),
             "Pass None, or choose a placement with that norm.",
         )
@@ -61,7 +61,7 @@ def _check_weights(call: Recurrence) -> None:
         width = rows // gates if site == "cell" else rows
         gain = getattr(w, f"gain_{site}")
         if tuple(gain.shape) != (width,):
-            raise fail(f"gain_{site} must have shape [{width}]", describe(gain), "One gain for each unit.")
+            raise fail(f"gain_{site} must have shape [{width}]", describe(gain), "Pass one gain for each unit.")
 
 
 def _check_input(call: Recurrence) -> None:
@@ -69,7 +69,7 @@ def _check_input(call: Recurrence) -> None:
     if x.dim() != 3:
         raise fail(f"{call.cell} needs an input [T, B, {size}]", describe(x), "Add the missing axes.")
     if x.shape[0] == 0:
-        raise fail("a sequence needs at least one step", describe(x), "Skip empty sequences.")
+        raise fail("a sequence must have at least one step", describe(x), "Skip empty sequences.")
     if x.shape[2] != size:
         raise fail(
             f"{call.cell} with weight_ih {list(call.weights.weight_ih.shape)} needs an input whose last axis is {size}",
@@ -80,25 +80,25 @@ def _check_input(call: Recurrence) -> None:
 
 def _check_states(call: Recurrence) -> None:
     if len(call.state) != STATES[call.cell]:
-        raise fail(f"{call.cell} carries {STATES[call.cell]} state(s)", f"{len(call.state)}", "Pass (h, c) or h.")
-    for kind, states in (("initial", call.state), ("reset", call.reset_state)):
+        raise fail(f"{call.cell} needs {STATES[call.cell]} state(s)", len(call.state), "Pass (h, c) to an LSTM, or h.")
+    for role, states in (("initial", call.state), ("reset", call.reset_state)):
         for name, state, shape in zip("hc", states, call.state_shapes()):
             if state is not None and tuple(state.shape) != shape:
                 raise fail(
-                    f"the {kind} {name} must have shape {list(shape)}",
+                    f"the {role} {name} must have shape {list(shape)}",
                     describe(state),
-                    "Match the batch and the size.",
+                    "Match the batch size and the state size.",
                 )
 
 
 def _check_masks(call: Recurrence) -> None:
-    """Masks have the shapes of the states they act on, and all that is not the input lies on its device."""
+    """Raise unless masks have the shapes of their states and lie on the input's device, like lengths and resets."""
     steps = call.input.shape[0]
     if len(call.zoneout) < len(call.state):
         raise fail(
             f"zoneout needs an entry for each of the {len(call.state)} states of {call.cell}",
             f"{len(call.zoneout)} entries",
-            "Pass None for a state that zoneout leaves alone.",
+            "Pass None for a state without zoneout.",
         )
     shapes = call.state_shapes()
     masks = (call.lengths, call.resets, call.recurrent_mask, *call.zoneout)
@@ -108,17 +108,17 @@ def _check_masks(call: Recurrence) -> None:
     for name, mask, shape in zip("hc", call.zoneout, shapes):
         if isinstance(mask, Tensor):
             expected[f"the zoneout mask of {name}"] = (mask, (steps, *shape))
-    for what, (given, wanted) in expected.items():
-        if given is not None and tuple(given.shape) != wanted:
-            raise fail(f"{what} must have shape {list(wanted)}", describe(given), "One entry for each unit it acts on.")
-    others = {"lengths": call.lengths, "resets": call.resets, **{k: m for k, (m, _) in expected.items()}}
-    for what, tensor in others.items():
+    for what, (tensor, shape) in expected.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise fail(f"{what} must have shape {list(shape)}", describe(tensor), "Pass one entry for each unit.")
+    on_device = {"lengths": call.lengths, "resets": call.resets, **{k: m for k, (m, _) in expected.items()}}
+    for what, tensor in on_device.items():
         if tensor is not None and tensor.device != call.input.device:
             raise fail(f"{what} must be on the input's device", describe(tensor), "Move it with .to(device).")
 
 
 def _check_same_kind(call: Recurrence) -> None:
-    """One device and, outside autocast, one dtype for input, states and matrices."""
+    """Raise unless input, states and matrices share one device and, outside autocast, one dtype."""
     mixed_ok = autocast_dtype(call.input) is not None
     for name, tensor in (
         ("weight_ih", call.weights.weight_ih),
@@ -153,17 +153,17 @@ def check_lengths(lengths: Tensor | None, steps: int, batch: int) -> None:
             "Pass a 1-D int tensor.",
         )
     if batch and readable(lengths):
-        low, high = torch.stack(torch.aminmax(lengths)).tolist()  # one look: on a GPU each one waits
+        low, high = torch.stack(torch.aminmax(lengths)).tolist()  # one read: each one synchronises with the GPU
         if low < 0 or high > steps:
             raise fail(
                 f"lengths must lie between 0 and the {steps} steps of the input",
                 f"values from {low} to {high}",
-                "Pass each case's own number of steps.",
+                "Pass the number of valid steps of each case.",
             )
 
 
 def check_resets(resets: Any, shape: tuple[int, ...] | None = None) -> None:
-    """Raise unless ``resets`` is a bool tensor, of this shape where one is given."""
+    """Raise unless ``resets`` is None or a bool tensor, of shape ``shape`` if one is given."""
     if resets is None:
         return
     if not isinstance(resets, Tensor):
@@ -173,7 +173,7 @@ def check_resets(resets: Any, shape: tuple[int, ...] | None = None) -> None:
         raise fail("resets must be bool", describe(resets), "Convert it with resets.bool().")
     if shape is not None and tuple(resets.shape) != shape:
         raise fail(
-            f"resets must have shape {list(shape)} (steps and cases laid out as in the input)",
+            f"resets must have shape {list(shape)} (steps and cases in the order of the input)",
             describe(resets),
-            "Mark with True each step that begins a new segment.",
+            "Set each step that begins a new segment to True.",
         )

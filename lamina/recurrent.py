@@ -1,6 +1,6 @@
 """RNN, LSTM and GRU: the torch.nn layers with a choice of normalisation.
 
-Constructor, call, parameter names and gate order are those of ``torch.nn``; what torch lacks is keyword-only.
+Constructor, call, parameter names and gate order are those of ``torch.nn``; additional options are keyword-only.
 Letters: T steps, B cases, D inputs, H hidden, P = proj_size or H.
 """
 
@@ -26,14 +26,14 @@ from .scripting import leaf, symbolic
 
 
 class Start(NamedTuple):
-    """State of one cell at the beginning of a sequence and after a reset."""
+    """Initial state of one cell, and its state after a reset."""
 
     state: GivenState
     reset_state: GivenState
 
 
 class RecurrentLayer(RecurrentModule):
-    """One or more layers of cells over whole sequences, in one or both directions."""
+    """Stack of recurrent layers over whole sequences, in one or both directions."""
 
     def __init__(
         self,
@@ -66,24 +66,24 @@ class RecurrentLayer(RecurrentModule):
 
     @property
     def mode(self) -> str:
-        """torch's name of the layer kind: LSTM, GRU, RNN_TANH or RNN_RELU."""
+        """Torch's name of the layer type: LSTM, GRU, RNN_TANH or RNN_RELU."""
         return f"RNN_{self.nonlinearity.upper()}" if self.cell == "RNN" else self.cell
 
     def _cells(self) -> Iterator[tuple[int, str]]:
         for layer in range(self.num_layers):
-            for end in ("", "_reverse")[: self.num_directions]:
-                yield layer, f"_l{layer}{end}"
+            for direction in ("", "_reverse")[: self.num_directions]:
+                yield layer, f"_l{layer}{direction}"
 
     def _suffixes(self) -> list[str]:
         return [suffix for _, suffix in self._cells()]
 
     @property
     def all_weights(self) -> list[list[nn.Parameter]]:
-        """The parameters cell by cell, torch's first."""
+        """Parameters of each cell, torch's first."""
         return [list(self._cell_parameters(suffix).values()) for suffix in self._suffixes()]  # type: ignore[arg-type]
 
     def flatten_parameters(self) -> None:
-        """Accepted for torch's sake; there is no flat weight buffer to rebuild."""
+        """Do nothing: the method exists for compatibility with torch, and there is no flat weight buffer."""
 
     def extra_repr(self) -> str:
         shown = [f"{self.input_size}, {self.hidden_size}"]
@@ -97,7 +97,7 @@ class RecurrentLayer(RecurrentModule):
         return ", ".join(shown + self._option_repr())
 
     def permute_hidden(self, hx: Any, permutation: Tensor | None) -> Any:
-        """The cases of a state in another order, as torch.nn uses for packed input."""
+        """Reorder the cases of a state, as torch.nn does for packed input."""
         if permutation is None:
             return hx
         if isinstance(hx, Tensor):
@@ -107,16 +107,16 @@ class RecurrentLayer(RecurrentModule):
     def forward(
         self, input: Any, hx: Any = None, lengths: Any = None, resets: Tensor | None = None, reset_state: Any = None
     ) -> tuple[Any, Any]:
-        """Outputs [T, B, num_directions * P], laid out as the input is, and the final state: h_n, LSTM (h_n, c_n).
+        """Return outputs [T, B, num_directions * P] in the input's layout and the final state h_n, LSTM (h_n, c_n).
 
-        input: [T, B, D], [B, T, D] with batch_first, [T, D] for one case, or a PackedSequence (gives one back).
+        input: [T, B, D], [B, T, D] with batch_first, [T, D] for one case, or a PackedSequence (returns one too).
         hx: initial state [num_layers * num_directions, B, size], h_0 or for the LSTM (h_0, c_0).
-        lengths: number of valid steps of each case, list or int tensor [B]; no sorting, no packing. Outputs beyond
-            a case's length are 0, its final state is that of its last valid step.
-        resets: bool, laid out as the input's first two axes; True where a step begins a new segment. Before that step
-            (reading backwards: before the step that precedes it) the state becomes the initial one, that is zeros or
-            the learned initial state, whatever ``hx`` was. Resets in a case's padding change nothing.
-        reset_state: the state that a reset goes to instead, laid out as ``hx``.
+        lengths: number of valid steps of each case, list or int tensor [B]; sorting or packing is not needed. Outputs
+            in the padding are 0, and the final state is that of the last valid step.
+        resets: bool tensor with the input's first two axes, True at each step that begins a new segment. Before that
+            step (in the reverse direction: before the preceding step) the state becomes the default initial state,
+            which is zeros or the learned one, regardless of ``hx``. Resets in the padding have no effect.
+        reset_state: state after a reset, in the layout of ``hx``, in place of the default one.
         """
         if symbolic(input):
             return leaf(self, input, hx=hx, lengths=lengths, resets=resets, reset_state=reset_state)  # type: ignore[no-any-return]
@@ -132,12 +132,12 @@ class RecurrentLayer(RecurrentModule):
             return self._run_unbatched(input, hx, lengths, resets, reset_state)
         if self.batch_first:
             input = input.transpose(0, 1)
-            resets = resets if resets is None else self._turned_resets(resets, input)
+            resets = resets if resets is None else self._time_major_resets(resets, input)
         starts = self._starts(hx, resets, reset_state, input, 3)
         output, state = self._run_stack(input, starts, self._lengths(lengths, input), resets)
         return (output.transpose(0, 1) if self.batch_first else output), state
 
-    def _turned_resets(self, resets: Tensor, time_major: Tensor) -> Tensor:
+    def _time_major_resets(self, resets: Tensor, time_major: Tensor) -> Tensor:
         check_resets(resets, (time_major.shape[1], time_major.shape[0]))
         return resets.transpose(0, 1)
 
@@ -146,9 +146,9 @@ class RecurrentLayer(RecurrentModule):
     ) -> tuple[Tensor, State]:
         if lengths is not None:
             raise fail(
-                "lengths= is for batches; an unbatched input is one case",
+                "lengths= is only for batches, and an unbatched input is one case",
                 f"input {describe(input)}",
-                "Cut the input to its length instead.",
+                "Slice the input to its length instead.",
             )
         if resets is not None:
             check_resets(resets, tuple(input.shape[:1]))
@@ -165,15 +165,15 @@ class RecurrentLayer(RecurrentModule):
         sorted_only = PackedSequence(data, batch_sizes)
         x, sizes = pad_packed_sequence(sorted_only)
         if resets is not None:
-            resets = self._turned_resets(resets, x) if self.batch_first else resets
+            resets = self._time_major_resets(resets, x) if self.batch_first else resets
             check_resets(resets, tuple(x.shape[:2]))
             resets = resets if order is None else resets.index_select(1, order)
         hx, reset_state = (
-            None if given is None else self.permute_hidden(self._check_hx(given, x, 3, name), order)
-            for name, given in (("hx", hx), ("reset_state", reset_state))
+            None if state is None else self.permute_hidden(self._check_hx(state, x, 3, name), order)
+            for name, state in (("hx", hx), ("reset_state", reset_state))
         )  # fmt: skip
         starts = self._starts(hx, resets, reset_state, x, 3)
-        output, state = self._run_stack(x, starts, _brought(sizes, x.device), resets)
+        output, state = self._run_stack(x, starts, _copied_to(sizes, x.device), resets)
         data = pack_padded_sequence(output, sizes).data
         state = self.permute_hidden(state, inverse)
         return PackedSequence(data, batch_sizes, order, inverse), state
@@ -181,9 +181,9 @@ class RecurrentLayer(RecurrentModule):
     def _run_stack(
         self, x: Tensor, starts: Sequence[Start], lengths: Tensor | None, resets: Tensor | None
     ) -> tuple[Tensor, State]:
-        """All layers and directions over a time-major batch; final states are stacked as torch stacks them."""
+        """Run all layers and directions over a time-major batch; final states are stacked as in torch."""
         counts = self._valid_counts(x, lengths)
-        resets = resets if resets is None else _brought(resets, x.device)
+        resets = resets if resets is None else _copied_to(resets, x.device)
         if self._stacks(x, starts):
             return self._run_as_one(x, starts, lengths, resets)
         finals: list[State] = []
@@ -194,10 +194,10 @@ class RecurrentLayer(RecurrentModule):
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
             if layer < self.num_layers - 1:
                 x = F.dropout(x, self.dropout, self.training)
-        return x, tuple(torch.stack(kind) for kind in zip(*finals))
+        return x, tuple(torch.stack(states) for states in zip(*finals))
 
     def _stacks(self, x: Tensor, starts: Sequence[Start]) -> bool:
-        """Whether all layers are one call of the kernels; nothing is drawn for that."""
+        """Return whether one kernel call runs all layers; draws no random numbers."""
         if self.num_layers == 1 or self.bidirectional or self.norm == "batch" or not x.shape[0]:
             return False
         if not (x.is_cuda or self.backend == "triton"):
@@ -206,30 +206,30 @@ class RecurrentLayer(RecurrentModule):
         return functional.stacks(first, self.num_layers, self.backend)
 
     def _inputs(self, x: Tensor) -> list[tuple[str, Tensor]]:
-        """Each layer's ending and what it is given; above the first, something of that shape and no memory."""
-        above = x.new_zeros(()).expand(*x.shape[:2], self.output_size)
-        return [(suffix, above if layer else x) for layer, suffix in self._cells()]
+        """Return suffix and input of each layer; above the first, an expanded placeholder that takes no memory."""
+        placeholder = x.new_zeros(()).expand(*x.shape[:2], self.output_size)
+        return [(suffix, placeholder if layer else x) for layer, suffix in self._cells()]
 
     def _run_as_one(
         self, x: Tensor, starts: Sequence[Start], lengths: Tensor | None, resets: Tensor | None
     ) -> tuple[Tensor, State]:
-        """The layers of one direction through the kernels in common launches."""
+        """Run all layers of a unidirectional stack in shared kernel launches."""
         calls = [self._call(*cell, start, lengths, resets) for cell, start in zip(self._inputs(x), starts)]
         masks: list[Tensor | None] = [None] * (self.num_layers - 1)
         if self.training and self.dropout:
             masks = [F.dropout(x.new_ones(call.input.shape), self.dropout) for call in calls[1:]]
         output, finals = functional.run_stack(calls, masks)
-        return output, tuple(torch.stack(kind) for kind in zip(*finals))
+        return output, tuple(torch.stack(states) for states in zip(*finals))
 
     def _run_layer(
         self, layer: int, x: Tensor, starts: Sequence[Start], lengths: Tensor | None, resets: Tensor | None,
         counts: Tensor | int,
     ) -> list[SequenceResult]:  # fmt: skip
-        """One layer in its direction or directions."""
+        """Run one layer in its one or two directions."""
         count = self.num_directions
-        cells = [(self._suffixes()[at], starts[at]) for at in range(layer * count, (layer + 1) * count)]
+        cells = [(self._suffixes()[k], starts[k]) for k in range(layer * count, (layer + 1) * count)]
         calls = [
-            self._call(suffix, x, start, lengths, resets, reverse=at > 0) for at, (suffix, start) in enumerate(cells)
+            self._call(suffix, x, start, lengths, resets, reverse=k > 0) for k, (suffix, start) in enumerate(cells)
         ]
         results = functional.run_directions(calls, self.backend)
         for (suffix, _), result in zip(cells, results):
@@ -240,7 +240,7 @@ class RecurrentLayer(RecurrentModule):
         self, suffix: str, x: Tensor, start: Start, lengths: Tensor | None, resets: Tensor | None,
         reverse: bool = False,
     ) -> Recurrence:  # fmt: skip
-        """One cell over the sequence, with the masks that it draws."""
+        """Describe one cell's run over the sequence and draw its masks."""
         steps, batch = x.shape[:2]
         zoneout, mask = self._zoneout(steps, batch, x), self._draw_recurrent_mask(batch, x)
         return self._recurrence(
@@ -249,49 +249,49 @@ class RecurrentLayer(RecurrentModule):
         )  # fmt: skip
 
     def _valid_counts(self, x: Tensor, lengths: Tensor | None) -> Tensor | int:
-        """How many cases stand behind each step's batch statistics."""
+        """Return the number of cases in each step's batch statistics."""
         if self.norm != "batch" or lengths is None:
             return x.shape[1]
         return (torch.arange(x.shape[0], device=x.device).unsqueeze(1) < lengths).sum(1)
 
     def _lengths(self, lengths: Any, x: Tensor) -> Tensor | None:
-        """Lengths as a checked tensor on the input's device; checked where they lie, so a CPU tensor costs no wait.
+        """Return the lengths, checked, as a tensor on the input's device.
 
-        Nobody looks at their values after that.
+        The values are read here only, before the copy, so that lengths on the CPU cause no GPU synchronisation.
         """
         if lengths is None:
             return None
-        found = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
-        check_lengths(found, x.shape[0], x.shape[1])
-        return _brought(found, x.device)
+        checked = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
+        check_lengths(checked, x.shape[0], x.shape[1])
+        return _copied_to(checked, x.device)
 
     def _starts(self, hx: Any, resets: Tensor | None, reset_state: Any, x: Tensor, rank: int) -> list[Start]:
-        """Every cell's state at the beginning and after a reset."""
+        """Return the initial state and the reset state of each cell."""
         states = self._states(hx, x, rank)
-        anew = [(None, None)] * len(states) if resets is None else self._states(reset_state, x, rank, "reset_state")
-        return [*map(Start, states, anew)]
+        after = [(None, None)] * len(states) if resets is None else self._states(reset_state, x, rank, "reset_state")
+        return [*map(Start, states, after)]
 
     def _states(self, hx: Any, x: Tensor, rank: int, name: str = "hx") -> list[GivenState]:
-        """The initial state of every cell, from ``hx`` (rank 3, or 2 for unbatched input) or the default."""
+        """Return the initial state of each cell, from ``hx`` (rank 3, or 2 for unbatched input) or the default."""
         cells = self._suffixes()
         if hx is None:
             return [self._default_state(suffix, x.shape[1]) for suffix in cells]
-        given = self._check_hx(hx, x, rank, name)
+        state = self._check_hx(hx, x, rank, name)
         if rank == 2:
-            given = tuple(s.unsqueeze(1) for s in given)
-        return [tuple(s[index] for s in given) for index in range(len(cells))]
+            state = tuple(s.unsqueeze(1) for s in state)
+        return [tuple(s[index] for s in state) for index in range(len(cells))]
 
     def _check_hx(self, hx: Any, x: Tensor, rank: int, argument: str = "hx") -> State:
-        given = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
+        states = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
         name = type(self).__name__
         expected = " and ".join(["h_0", "c_0"][: STATES[self.cell]])
-        if len(given) != STATES[self.cell] or not all(isinstance(s, Tensor) for s in given):
+        if len(states) != STATES[self.cell] or not all(isinstance(s, Tensor) for s in states):
             raise fail(
                 f"{name} takes {expected} as {argument}",
                 describe(hx),
                 f"Pass {argument}={expected}, or None for the initial state.",
             )
-        for label, state, width in zip(("h_0", "c_0"), given, self.state_sizes):
+        for label, state, width in zip(("h_0", "c_0"), states, self.state_sizes):
             shape = [len(self._suffixes()), x.shape[1], width] if rank == 3 else [len(self._suffixes()), width]
             if list(state.shape) != shape:
                 raise fail(
@@ -299,26 +299,26 @@ class RecurrentLayer(RecurrentModule):
                     describe(state),
                     "The axes are num_layers * num_directions, batch, size; batch_first does not change them.",
                 )
-        return given
+        return states
 
     def _check_input(self, input: Any) -> None:
         name, size = f"{type(self).__name__}(input_size={self.input_size})", self.input_size
         if not isinstance(input, Tensor):
             raise TypeError(f"{name} takes a Tensor or a PackedSequence, got {describe(input)}. Convert it first.")
         if input.dim() not in (2, 3):
-            raise fail(f"{name} needs a 3-D input, or 2-D for one case", describe(input), "Add or drop axes.")
+            raise fail(f"{name} needs a 3-D input, or 2-D for one case", describe(input), "Add or remove axes.")
         if input.shape[-1] != size:
-            got = input.shape[-1]
+            width = input.shape[-1]
             raise fail(
                 f"{name} needs an input whose last axis is {size}",
                 describe(input),
-                f"Build {type(self).__name__}({got}, ...) if {got} is right.",
+                f"Build {type(self).__name__}({width}, ...) if {width} is the right size.",
             )
 
     def _check_packed(self, packed: PackedSequence, lengths: Any) -> None:
         self._check_input(packed.data)
         if lengths is not None:
-            raise fail("a PackedSequence has its own lengths", "lengths= beside it", "Drop lengths=.")
+            raise fail("a PackedSequence has its own lengths", "lengths= in addition", "Drop lengths=.")
         if not readable(packed.batch_sizes):
             return
         total = int(packed.batch_sizes.sum())
@@ -330,11 +330,11 @@ class RecurrentLayer(RecurrentModule):
             )
 
 
-def _brought(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``, without waiting for what that has still to do.
+def _copied_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return ``tensor`` on ``device``, without synchronising where that is safe.
 
-    The driver has read ordinary memory when the copy's call returns; pinned memory it may read later, when its owner
-    has written something else there, so that is waited for.
+    The driver has read pageable memory when the copy call returns. It may read pinned memory later, after the owner
+    has overwritten it, so copies from pinned memory synchronise.
     """
     if tensor.device == device or torch.compiler.is_compiling():
         return tensor.to(device)
@@ -367,7 +367,7 @@ def _check_projection(cell: str, proj_size: int, hidden_size: int) -> None:
 
 @with_options
 class RNN(RecurrentLayer):
-    """Layer-normalised Elman RNN, drop-in for ``torch.nn.RNN``.
+    """Layer-normalised Elman RNN, a drop-in replacement for ``torch.nn.RNN``.
 
     h_t = f(g/sigma (a_t - mu) + b), a_t = W_ih x_t + W_hh h_{t-1} (Eq. 4), f = tanh or relu.
 

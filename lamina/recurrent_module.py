@@ -1,4 +1,4 @@
-"""What recurrent layers and cells share: parameters, options, statistics, masks and initial states."""
+"""Base class of recurrent layers and cells: parameters, options, statistics, masks and initial states."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .reference import CellWeights, Masks, Moments, Recurrence, statistics_dtype
 from .scripting import refuse
 
 State = tuple[Tensor, ...]
-GivenState = tuple[Tensor | None, ...]  # None is 0
+GivenState = tuple[Tensor | None, ...]  # None means zeros
 
 
 class RecurrentModule(nn.Module):
-    """Parameters, options and masks of one or more cells of the same kind; layers and cells build on it."""
+    """Base class with the parameters, options and masks of one or more cells of one type."""
 
     cell: ClassVar[str]
-    single_step: ClassVar[bool] = False  # whether a call is one step of a sequence, or a whole one
+    single_step: ClassVar[bool] = False  # True if a call is one step, False if it is a whole sequence
     nonlinearity: str = "tanh"
 
     def __init__(
@@ -32,7 +32,7 @@ class RecurrentModule(nn.Module):
     ) -> None:
         super().__init__()
         self.input_size = positive_int("input_size", input_size)
-        # torch.nn's cells take a hidden_size of 0, its layers do not.
+        # torch.nn's cells accept hidden_size=0, its layers do not.
         self.hidden_size = positive_int("hidden_size", hidden_size, or_zero=self.single_step)
         self.proj_size = proj_size
         self.bias = boolean("bias", bias)
@@ -50,7 +50,7 @@ class RecurrentModule(nn.Module):
 
     @property
     def placement(self) -> str | None:
-        """The placement's name, None where there is nothing to place."""
+        """Name of the placement, or None if no site carries a norm."""
         return self._where.name if self._where.sites() else None
 
     @property
@@ -89,35 +89,35 @@ class RecurrentModule(nn.Module):
             self.add_module(f"statistics{suffix}", statistics)
 
     def _suffixes(self) -> list[str]:
-        """One ending for each cell: "_l0", "_l0_reverse", ...; a lone cell has "" ."""
+        """Return the parameter-name suffix of each cell: "_l0", "_l0_reverse", ...; a single cell has ""."""
         raise NotImplementedError
 
     def _cell_parameters(self, suffix: str) -> dict[str, Tensor]:
-        shapes = (*CellWeights._fields, "initial_h", "initial_c")
-        found = ((name, getattr(self, name + suffix, None)) for name in shapes)
-        return {name: tensor for name, tensor in found if tensor is not None}
+        names = (*CellWeights._fields, "initial_h", "initial_c")
+        parameters = ((name, getattr(self, name + suffix, None)) for name in names)
+        return {name: tensor for name, tensor in parameters if tensor is not None}
 
     def reset_parameters(self) -> None:
-        """Start afresh: weights as torch.nn draws them, gains 1 and biases 0 under a norm, statistics emptied."""
+        """Redraw the weights as torch.nn does; reset gains and statistics, and biases to 0 under a norm."""
         for suffix in self._suffixes():
             initialise(self._cell_parameters(suffix), self.cell, self.hidden_size, self.options)
             if self.norm == "batch":
                 self._statistics(suffix).reset()
 
     def _weights(self, suffix: str) -> CellWeights:
-        own = self._parameters  # straight from there: the way through getattr is long; a parametrised one goes it
+        own = self._parameters  # faster than getattr, which only parametrised weights need
         names = [field + suffix for field in self._fields]
-        found: list[Any] = [own[name] if name in own else getattr(self, name) for name in names]
-        return CellWeights(**dict(zip(self._fields, found)))
+        tensors: list[Any] = [own[name] if name in own else getattr(self, name) for name in names]
+        return CellWeights(**dict(zip(self._fields, tensors)))
 
     def _statistics(self, suffix: str) -> StepStatistics:
-        found = self.get_submodule(f"statistics{suffix}")
-        if not isinstance(found, StepStatistics):
-            raise TypeError(f"statistics{suffix} must be a StepStatistics, got {type(found).__name__}.")
-        return found
+        statistics = self.get_submodule(f"statistics{suffix}")
+        if not isinstance(statistics, StepStatistics):
+            raise TypeError(f"statistics{suffix} must be a StepStatistics, got {type(statistics).__name__}.")
+        return statistics
 
     def _population(self, suffix: str) -> dict[str, Moments] | None:
-        """Batch norm's stored moments where evaluation uses them, None where the batch's own are used."""
+        """Return batch norm's stored moments, or None if the moments of the current batch apply."""
         collecting = self.norm == "batch" and self._statistics(suffix).collecting
         if self.norm != "batch" or self.training or collecting or self.options.eval_statistics == "batch":
             return None
@@ -128,7 +128,7 @@ class RecurrentModule(nn.Module):
             self._statistics(suffix).observe(moments, counts, first_step)
 
     def _zoneout(self, steps: int, batch: int, like: Tensor) -> Masks:
-        """0/1 masks of kept units in training, the probabilities themselves in evaluation, None where off."""
+        """Return 0/1 masks of the units that keep their value in training, the rates in evaluation, None if off."""
         if not self.options.zoneout:
             return (None,) * STATES[self.cell]
         rates = self.options.zoneout_rates(self.cell)
@@ -142,7 +142,7 @@ class RecurrentModule(nn.Module):
         return tuple(mask(rate, width) for rate, width in zip(rates, self.state_sizes))
 
     def _draw_recurrent_mask(self, batch: int, like: Tensor) -> Tensor | None:
-        """One inverted-dropout mask for a whole sequence (Gal and Ghahramani 2016)."""
+        """Return one inverted-dropout mask for a whole sequence (Gal and Ghahramani 2016)."""
         rate = self.options.recurrent_dropout
         if not rate or not self.training:
             return None
@@ -151,11 +151,11 @@ class RecurrentModule(nn.Module):
         return kept.to(dtype) / (1 - rate)
 
     def _default_state(self, suffix: str, batch: int) -> GivenState:
-        """The state a sequence starts from when the caller gives none."""
+        """Return the initial state that applies if the caller passes none."""
         if not self.options.learn_initial_state:
             return (None,) * STATES[self.cell]
-        found = (getattr(self, f"initial_{s}{suffix}") for s in "hc"[: STATES[self.cell]])
-        return tuple(p.unsqueeze(0).expand(batch, -1) for p in found)
+        initial = (getattr(self, f"initial_{s}{suffix}") for s in "hc"[: STATES[self.cell]])
+        return tuple(p.unsqueeze(0).expand(batch, -1) for p in initial)
 
     def _recurrence(self, suffix: str, x: Tensor, state: GivenState, **more: Any) -> Recurrence:
         return Recurrence(
@@ -164,7 +164,7 @@ class RecurrentModule(nn.Module):
         )  # fmt: skip
 
     def backend_request(self, *args: Any) -> Request:
-        """What ``lamina.explain`` decides on: the input if there is one, else the parameters."""
+        """Return the request that ``lamina.explain`` decides on, from the input or else from the parameters."""
         weight = self.get_parameter("weight_ih" + self._suffixes()[0])
         like = next((a.data if isinstance(a, PackedSequence) else a for a in args), weight)
         dtype = autocast_dtype(like) or like.dtype
@@ -176,7 +176,7 @@ class RecurrentModule(nn.Module):
         )  # fmt: skip
 
     def _batch_of(self, *args: Any) -> int:
-        """The number of cases of an input; 1 where there is none to look at."""
+        """Return the batch size of the input; 1 without an input."""
         x = args[0] if args else None
         if isinstance(x, PackedSequence):
             return int(x.batch_sizes[0])

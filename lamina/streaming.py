@@ -1,4 +1,4 @@
-"""A recurrent layer one frame at a time: speech, control, anything that cannot wait for the whole sequence."""
+"""Streaming inference: a recurrent layer that processes one frame per call, for speech, control and the like."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .functional import explain
 from .kernels import Choice
 from .recurrent import RecurrentLayer
 
-_version = attrgetter("_version")  # counts what changes a tensor in place
+_version = attrgetter("_version")  # torch's counter of in-place changes
 
 
 def stream(layer: RecurrentLayer, batch_size: int = 1) -> Stream:
-    """The layer as a function of one frame that carries its own state.
+    """Return the layer as a function of one frame that carries its own state.
 
     >>> import torch
     >>> step = lamina.stream(lamina.LSTM(3, 4).eval())
@@ -29,15 +29,15 @@ def stream(layer: RecurrentLayer, batch_size: int = 1) -> Stream:
 
 
 class Stream:
-    """A layer that takes one frame at a time: ``step(frame)`` returns the output that a call on all frames would.
+    """Layer that takes one frame per call: ``step(frame)`` returns the output that a call on all frames would give.
 
-    ``state``: the current state, laid out as the layer returns it.
-    ``reset(state, cases)``: go back to the layer's initial state or to a given one, in all cases or in some.
-    ``refresh()``: take the layer's weights as they are now and keep the state.
+    ``state``: current state, in the layout that the layer returns.
+    ``reset(state, cases)``: reset all or some cases to the layer's initial state or to a given one.
+    ``refresh()``: reload the layer's weights and keep the state.
 
-    The next frame takes over weights that changed, whichever backend serves: in place (``load_state_dict``, an
-    optimiser) or all replaced (``load_state_dict(assign=True)``, ``layer.to(...)``). Where only some parameters are
-    replaced by others, call ``refresh`` or ``reset``, which compare every one.
+    The next frame uses changed weights automatically, with every backend: after in-place changes
+    (``load_state_dict``, an optimiser) and after all parameters are replaced (``load_state_dict(assign=True)``,
+    ``layer.to(...)``). If only some parameters are replaced, call ``refresh`` or ``reset``, which compare all of them.
     """
 
     def __init__(self, layer: RecurrentLayer, batch_size: int = 1) -> None:
@@ -52,47 +52,47 @@ class Stream:
             remedy = "Convert it first: lamina.convert(model)." if isinstance(layer, nn.RNNBase) else "Pass a layer."
             raise TypeError(f"stream takes lamina.RNN, lamina.LSTM or lamina.GRU, got {_public_name(layer)}. {remedy}")
         if layer.bidirectional:
-            raise fail("a stream has no end to read backwards from", "bidirectional=True", "Use one direction.")
+            raise fail("stream needs a layer that does not read backwards", "bidirectional=True", "Use one direction.")
         if layer.norm == "batch":
-            raise fail("a stream cannot tell batch norm which step it is at", "norm='batch'", "Use layer norm.")
+            raise fail("stream does not support batch norm per time step", "norm='batch'", "Use layer norm.")
         if layer.training:
-            raise fail("a stream is for inference", "a layer in training mode", "Call layer.eval() first.")
+            raise fail("stream needs a layer in evaluation mode", "training mode", "Call layer.eval() first.")
 
     def refresh(self) -> None:
-        """Take the layer's weights as they are now; the state stays."""
-        held = self._current()
+        """Reload the layer's weights and keep the state."""
+        states = self._current()
         self._prepare()
-        self._put([kind.to(self.dtype) for kind in held])
+        self._put([state.to(self.dtype) for state in states])
 
     def _prepare(self) -> None:
-        """Pack the weights and set out what a frame needs; the state is not set."""
+        """Pack the weights and everything else that a frame needs, except the state."""
         weight = self.layer.get_parameter("weight_ih_l0")
         self._parameters = tuple(self.layer.parameters())
-        self._versions, self._addresses = sum(map(_version, self._parameters)), self._places()
+        self._versions, self._identities = sum(map(_version, self._parameters)), self._parameter_identities()
         self._name, self._weight = next(iter(self.layer._parameters.items()))
         self._address = self._parameters[0].data_ptr()
         self.dtype, self.shape = weight.dtype, torch.Size((self.batch_size, self.layer.input_size))
         x = weight.detach().new_zeros(1, *self.shape)
         self.choice: Choice = explain(self.layer, x.transpose(0, 1) if self.layer.batch_first else x)
-        self._steps: list[Any] = self._made(x) if self.choice.backend == "numba" else []
+        self._steps: list[Any] = self._build_steps(x) if self.choice.backend == "numba" else []
         self._calls = [(step.kernel, step.address) for step in self._steps]
-        if self._steps:  # what a frame needs, near at hand: Python's share of a frame of 128 units is a quarter
+        if self._steps:  # cached attributes: Python takes a quarter of the time of a frame of 128 units
             first, last = self._steps[0], self._steps[-1]
             self._first, self._left, self._last, self._out = first.numbers, first.left, last.numbers, last.out
             self._like = last.output
 
     def _stale(self) -> bool:
-        """Whether weights have changed; of replaced ones the first tells, for a frame has little time."""
+        """Return whether weights have changed; to save time, only the first one is checked for replacement."""
         if self.layer._parameters.get(self._name) is not self._weight:
             return True
         return sum(map(_version, self._parameters)) != self._versions or self._parameters[0].data_ptr() != self._address
 
-    def _places(self) -> list[tuple[int, int]]:
-        """Identity and address of every parameter: they change where a parameter is replaced."""
+    def _parameter_identities(self) -> list[tuple[int, int]]:
+        """Return identity and address of every parameter, which change when a parameter is replaced."""
         return [(id(p), p.data_ptr()) for p in self.layer.parameters()]
 
-    def _made(self, x: Tensor) -> list[Any]:
-        """Each layer's step, reading where the one below writes."""
+    def _build_steps(self, x: Tensor) -> list[Any]:
+        """Build the step of each layer, which reads from the output buffer of the layer below."""
         from .kernels.cpu_stream import Step
 
         steps: list[Any] = []
@@ -110,74 +110,74 @@ class Stream:
 
     @torch.no_grad()
     def reset(self, state: Any = None, cases: Any = None) -> None:
-        """Go back to the layer's initial state (zeros or the learned one), or to ``state``; look at the weights.
+        """Reset to the layer's initial state (zeros or the learned one) or to ``state``; reload changed weights.
 
-        state: of the whole batch, laid out as the layer returns it.
-        cases: which cases to reset, a bool mask [B] or indices; the others keep their state. None: all.
+        state: state of the whole batch, in the layout that the layer returns.
+        cases: cases to reset, a bool mask [B] or indices; the others keep their state. None resets all.
         """
-        chosen = None if cases is None else self._chosen(cases)
-        if self._stale() or self._places() != self._addresses:
-            self._prepare() if chosen is None else self.refresh()
+        selected = None if cases is None else self._checked_cases(cases)
+        if self._stale() or self._parameter_identities() != self._identities:
+            self._prepare() if selected is None else self.refresh()
         x = self.layer.get_parameter("weight_ih_l0").new_zeros(1, self.batch_size, self.layer.input_size)
-        given = self.layer._states(state, x, 3)
-        found = [
-            torch.stack([_or_zeros(s[k], x, width) for s in given]) for k, width in enumerate(self.layer.state_sizes)
+        cells = self.layer._states(state, x, 3)
+        states = [
+            torch.stack([_or_zeros(s[k], x, width) for s in cells]) for k, width in enumerate(self.layer.state_sizes)
         ]
-        if chosen is not None:
+        if selected is not None:
             mask = torch.zeros(self.batch_size, 1, dtype=torch.bool, device=x.device)
-            mask[chosen.to(x.device)] = True
-            found = [torch.where(mask, new, old) for new, old in zip(found, self._current())]
-        self._put(found)
+            mask[selected.to(x.device)] = True
+            states = [torch.where(mask, new, old) for new, old in zip(states, self._current())]
+        self._put(states)
 
-    def _chosen(self, cases: Any) -> Tensor:
-        """A mask or indices of cases, checked."""
-        found = torch.as_tensor(cases, dtype=torch.int64 if isinstance(cases, list) and not cases else None)
+    def _checked_cases(self, cases: Any) -> Tensor:
+        """Return ``cases`` as a tensor, a mask or indices; raise if it does not fit this stream."""
+        selected = torch.as_tensor(cases, dtype=torch.int64 if isinstance(cases, list) and not cases else None)
         rule = f"cases must be a bool mask [{self.batch_size}] or indices of {self.batch_size} cases"
-        if found.dim() != 1 or found.dtype not in (torch.bool, torch.int32, torch.int64):
-            raise fail(rule, describe(found), "Pass a 1-D tensor or a list.")
-        masked, count = found.dtype is torch.bool, self.batch_size
-        if len(found) != count if masked else bool(((found < 0) | (found >= count)).any()):
-            raise fail(rule, describe(found) if masked else f"{found.tolist()}", "Name cases of this stream.")
-        return found if masked else found.long()
+        if selected.dim() != 1 or selected.dtype not in (torch.bool, torch.int32, torch.int64):
+            raise fail(rule, describe(selected), "Pass a 1-D tensor or a list.")
+        masked, count = selected.dtype is torch.bool, self.batch_size
+        if len(selected) != count if masked else bool(((selected < 0) | (selected >= count)).any()):
+            raise fail(rule, describe(selected) if masked else selected.tolist(), "Select cases of this stream.")
+        return selected if masked else selected.long()
 
     def _current(self) -> tuple[Tensor, ...]:
-        """h [num_layers, B, H], for the LSTM with c."""
+        """Return (h,), or (h, c) for the LSTM, each [num_layers, B, H]."""
         if not self._steps:
             return self._held
-        return tuple(torch.stack(kind) for kind in zip(*(step.state() for step in self._steps)))
+        return tuple(torch.stack(states) for states in zip(*(step.state() for step in self._steps)))
 
-    def _put(self, found: Sequence[Tensor]) -> None:
+    def _put(self, states: Sequence[Tensor]) -> None:
         if not self._steps:
-            self._held = tuple(found)
+            self._held = tuple(states)
             return
-        for n, step in enumerate(self._steps):
-            for place, kind in zip(step.state(), found):
-                place.copy_(kind[n])
+        for layer, step in enumerate(self._steps):
+            for buffer, state in zip(step.state(), states):
+                buffer.copy_(state[layer])
 
     @property
     def state(self) -> Any:
-        """The current state as the layer returns it: h [num_layers, B, H], for the LSTM (h, c)."""
-        found = self._current()
-        return found if self.layer.cell == "LSTM" else found[0]
+        """Current state in the layer's layout: h [num_layers, B, H], for the LSTM (h, c)."""
+        states = self._current()
+        return states if self.layer.cell == "LSTM" else states[0]
 
     def __call__(self, frame: Tensor) -> Tensor:
-        """The output [B, H] for a frame [B, D]; [H] for a frame [D] of one case."""
+        """Return the output [B, H] for a frame [B, D], or [H] for a frame [D] of one case."""
         if self._stale():
             self.refresh()
         if frame.shape != self.shape or frame.dtype != self.dtype:
-            return self._unusual(frame)
+            return self._unbatched(frame)
         if not self._calls:
-            return self._by_the_layer(frame)
+            return self._call_layer(frame)
         if not frame.is_contiguous():
             frame = frame.contiguous()
-        found = torch.empty_like(self._like)
+        output = torch.empty_like(self._like)
         self._first[self._left] = frame.data_ptr()
-        self._last[self._out] = found.data_ptr()
+        self._last[self._out] = output.data_ptr()
         for kernel, address in self._calls:
             kernel(address)
-        return found
+        return output
 
-    def _unusual(self, frame: Tensor) -> Tensor:
+    def _unbatched(self, frame: Tensor) -> Tensor:
         if frame.dim() == 1 and self.batch_size == 1 and frame.shape == self.shape[1:] and frame.dtype == self.dtype:
             return self(frame.unsqueeze(0))[0]
         raise fail(
@@ -185,18 +185,18 @@ class Stream:
         )
 
     @torch.no_grad()
-    def _by_the_layer(self, frame: Tensor) -> Tensor:
+    def _call_layer(self, frame: Tensor) -> Tensor:
         output, state = self.layer(frame.unsqueeze(1 if self.layer.batch_first else 0), self.state)
         self._held = tuple(state) if self.layer.cell == "LSTM" else (state,)
-        found: Tensor = output.flatten(0, 1)
-        return found
+        flat: Tensor = output.flatten(0, 1)
+        return flat
 
 
 def _public_name(layer: Any) -> str:
-    """torch.nn.LSTM and lamina.LSTM by the names that users import."""
-    kind = type(layer)
-    package = next((p for p in ("torch.nn", "lamina") if kind.__module__.startswith(f"{p}.")), kind.__module__)
-    return f"{package}.{kind.__name__}"
+    """Return a type's name as users import it: torch.nn.LSTM, lamina.LSTM."""
+    cls = type(layer)
+    package = next((p for p in ("torch.nn", "lamina") if cls.__module__.startswith(f"{p}.")), cls.__module__)
+    return f"{package}.{cls.__name__}"
 
 
 def _or_zeros(state: Tensor | None, like: Tensor, width: int) -> Tensor:

@@ -509,7 +509,7 @@ def test_the_report() -> None:
             {"placement": "joint"},
             "placement for RNN must be one of 'paper', got 'joint', which belongs to LSTM and",
         ),
-        ({"zoneout": (0.1, 0.2)}, r"zoneout is a probability for h, or a pair \(h, c\) for an LSTM"),
+        ({"zoneout": (0.1, 0.2)}, r"zoneout must be a probability for h, or a pair \(h, c\) for an LSTM"),
         ({"norm": "layr"}, "Did you mean 'layer'"),
         ({"norm": None, "placement": "paper"}, "placement= belongs to norm="),
         ({"placment": "paper"}, "an option of convert must be.*Did you mean 'placement'"),
