@@ -1,7 +1,7 @@
-"""Differentiable entry points: check the input, pick a backend, run it.
+"""Differentiable functions that check their input, choose a backend and run it.
 
-The signatures are those of ``lamina.reference`` plus ``backend``. ``explain`` tells which backend a layer or a
-call would use and why.
+The signatures are those of ``lamina.reference`` plus ``backend``. ``explain`` reports which backend a layer or a
+call would use, and why.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ def layer_norm(
     residual: Tensor | None = None,
     backend: str = "auto",
 ) -> Any:
-    """LN(z; gain, bias) = gain (z - mu)/sigma + bias over the last axes (Eq. 3), then the activation by its name.
+    """Return gain (z - mu)/sigma + bias over the last axes (Eq. 3), then apply the named activation.
 
-    With a ``residual`` z is input + residual, and both the result and z are given back: what a block that normalises
-    first hands on.
+    With a ``residual``, z is input + residual, and the result is the pair (output, z), as pre-norm residual blocks
+    need.
     """
     if backend == "auto" and activation is None and residual is None:
         quick = quick_layer_norm(input, normalized_shape, weight, bias, eps, eps_mode)
         if quick is not None:
             return quick
     if backend == "triton":
-        known = norm.again(input, normalized_shape, weight, bias, eps, eps_mode, activation, residual)
-        if known is not None:
-            return known[0] if residual is None else known
+        cached = norm.again(input, normalized_shape, weight, bias, eps, eps_mode, activation, residual)
+        if cached is not None:
+            return cached[0] if residual is None else cached
     shape = tuple(normalized_shape)
     _check_layer_norm(input, shape, weight, bias, eps, eps_mode)
-    _check_around(input, activation, residual)
+    _check_epilogue(input, activation, residual)
     chosen = choose(norm_request(input, shape, eps, eps_mode, weight, residual), backend).backend
     if chosen == "triton":
-        found, total = norm.run(input, shape, weight, bias, eps, eps_mode, activation, residual)
-        return found if residual is None else (found, total)
+        out, total = norm.run(input, shape, weight, bias, eps, eps_mode, activation, residual)
+        return out if residual is None else (out, total)
     if chosen == "reference":
         return reference.layer_norm(
             input, shape, weight, bias, eps, eps_mode, activation=activation, residual=residual
         )  # fmt: skip
     z = input if residual is None else input + residual
-    found = _torch_layer_norm(z, shape, weight, bias, eps)
-    found = found if activation is None else ACTIVATIONS[activation](found)
-    return found if residual is None else (found, z)
+    out = _torch_layer_norm(z, shape, weight, bias, eps)
+    out = out if activation is None else ACTIVATIONS[activation](out)
+    return out if residual is None else (out, z)
 
 
 def quick_layer_norm(
@@ -74,9 +74,9 @@ def quick_layer_norm(
     eps: float,
     eps_mode: str,
 ) -> Tensor | None:
-    """Torch's own at once, where it would be chosen whatever else holds; None where there is something to look at.
+    """Call torch's layer norm directly if it would be chosen anyway; return None if the full checks are needed.
 
-    Checks and choice cost the host 3 us, as much as a small layer norm itself.
+    The checks and the choice of a backend take 3 us of host time, as long as a small layer norm itself.
     """
     if type(input) is not Tensor or type(eps) is not float or torch.compiler.is_compiling():
         return None
@@ -87,7 +87,7 @@ def quick_layer_norm(
         return None
     try:
         return F.layer_norm(input, shape, weight, bias, eps)
-    except (RuntimeError, TypeError):  # what is wrong, the checks say better
+    except (RuntimeError, TypeError):  # the full checks raise a better error
         return None
 
 
@@ -99,7 +99,7 @@ def norm_request(
     weight: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Request:
-    """What the choice of a layer norm's backend depends on."""
+    """Return the properties of a layer norm that determine its backend."""
     width = math.prod(shape)
     others = [t for t in (weight, residual) if t is not None]
     return Request(
@@ -108,12 +108,12 @@ def norm_request(
     )  # fmt: skip
 
 
-def _check_around(input: Tensor, activation: str | None, residual: Tensor | None) -> None:
+def _check_epilogue(input: Tensor, activation: str | None, residual: Tensor | None) -> None:
     if activation is not None:
         one_of("activation", activation, ACTIVATIONS)
     if residual is not None and (residual.shape, residual.dtype) != (input.shape, input.dtype):
         raise fail(
-            f"layer_norm's residual must be like its input, {describe(input)}",
+            f"layer_norm needs a residual of the shape and dtype of its input, {describe(input)}",
             describe(residual),
             "Reshape or cast it.",
         )
@@ -122,7 +122,7 @@ def _check_around(input: Tensor, activation: str | None, residual: Tensor | None
 def _torch_layer_norm(
     input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Torch's kernel; on CUDA it wants one dtype, so a half input meets float32 parameters in float32."""
+    """Run torch's kernel; on CUDA it needs one dtype, so a half-precision input is cast to that of the parameters."""
     if weight is None or weight.dtype == input.dtype or autocast_dtype(input) is not None:
         return F.layer_norm(input, shape, weight, bias, eps)
     return F.layer_norm(input.to(weight.dtype), shape, weight, bias, eps).to(input.dtype)
@@ -142,14 +142,14 @@ def _check_layer_norm(
         raise fail(
             f"layer_norm over {list(shape)} needs an input that ends in those axes",
             describe(input),
-            "Normalise over the input's own last axes or reshape it.",
+            "Pass the input's last axes as normalized_shape, or reshape the input.",
         )
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and tuple(parameter.shape) != shape:
             raise fail(
                 f"layer_norm {name} must have shape {list(shape)}",
                 describe(parameter),
-                f"Give {name} the normalised shape.",
+                f"Pass a {name} of the normalised shape.",
             )
 
 
@@ -173,7 +173,7 @@ def rnn(
     recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """A layer-normalised RNN (Eq. 4) over a sequence: input [T, B, D], state [B, H]; gives outputs and h_n."""
+    """Run a layer-normalised RNN (Eq. 4) over input [T, B, D] from state [B, H]; return outputs and h_n."""
     one_of("nonlinearity", nonlinearity, ("tanh", "relu"))
     where = resolve("RNN", norm, placement)
     call = Recurrence(
@@ -204,7 +204,7 @@ def lstm(
     recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, LSTMState]:
-    """A layer-normalised LSTM over a sequence: input [T, B, D], state (h [B, P], c [B, H])."""
+    """Run a layer-normalised LSTM over input [T, B, D] from (h [B, P], c [B, H]); return outputs and (h_n, c_n)."""
     where = resolve("LSTM", norm, placement)
     call = Recurrence(
         "LSTM", input, tuple(state), weights, norm, where, eps, eps_mode, "tanh",
@@ -234,7 +234,7 @@ def gru(
     recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """A layer-normalised GRU over a sequence: input [T, B, D], state [B, H]; gives outputs and h_n."""
+    """Run a layer-normalised GRU over input [T, B, D] from state [B, H]; return outputs and h_n."""
     where = resolve("GRU", norm, placement)
     call = Recurrence(
         "GRU", input, (state,), weights, norm, where, eps, eps_mode, "tanh",
@@ -248,16 +248,16 @@ def gru(
 def run(
     call: Recurrence, backend: str = "auto", *, single_step: bool = False, lengths_known: bool = False
 ) -> SequenceResult:
-    """Check a recurrence, pick its backend and run it; layers and cells (``single_step``) come in here."""
+    """Check a recurrence, choose its backend and run it; the entry point of layers and cells (``single_step``)."""
     check_recurrence(call, lengths_known)
     call = _under_autocast(call)
     return _run_as(call, choose(_request(call, single_step), backend))
 
 
 def run_directions(calls: Sequence[Recurrence], backend: str = "auto") -> list[SequenceResult]:
-    """The directions of a layer: in common launches where the kernels have them, else one after the other.
+    """Run the directions of a layer: in shared launches if the kernels support it, else one after the other.
 
-    As in ``run_stack`` the layer has looked at the lengths' values already.
+    As in ``run_stack``, the layer has already checked the values of the lengths.
     """
     if len(calls) == 1:
         return [run(calls[0], backend, lengths_known=True)]
@@ -271,25 +271,25 @@ def run_directions(calls: Sequence[Recurrence], backend: str = "auto") -> list[S
 
 
 def stacks(first: Recurrence, layers: int, backend: str = "auto") -> bool:
-    """Whether layers one above another, of which this is the first, run as one (``run_stack``)."""
+    """Return whether a stack of layers that begins with ``first`` can run in one call (``run_stack``)."""
     if torch.compiler.is_compiling() or watched(first.input) or watched(first.weights.weight_hh):
         return False
-    check_recurrence(first)  # what is wrong with it comes before what serves it
+    check_recurrence(first)  # report input errors before backend errors
     return choose(_request(_under_autocast(first), False, 1, layers), backend).sides > 1
 
 
 def run_stack(calls: Sequence[Recurrence], masks: Sequence[Tensor | None]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-    """Layers one above another, each fed with the output below times its mask: the last output, all final states.
+    """Run a stack of layers, each on the output below times its mask; return the last output and all final states.
 
-    Of the inputs above the first only the shape is looked at.
+    Only the shapes of the inputs above the first layer are used.
     """
     for call in calls:
         check_recurrence(call, lengths_known=True)
-    return fused.run_stack([_under_autocast(calls[0]), *map(_above, calls[1:])], masks)
+    return fused.run_stack([_under_autocast(calls[0]), *map(_upper_under_autocast, calls[1:])], masks)
 
 
-def _above(call: Recurrence) -> Recurrence:
-    """An upper layer under autocast, without a cast of what stands for its input."""
+def _upper_under_autocast(call: Recurrence) -> Recurrence:
+    """Cast an upper layer for autocast, except its placeholder input, whose full cast would allocate memory."""
     cast = _under_autocast(replace(call, input=call.input[:1, :1]))
     return replace(cast, input=cast.input.expand(call.input.shape))
 
@@ -318,9 +318,9 @@ def _request(call: Recurrence, single_step: bool, directions: int = 1, layers: i
 
 
 def _under_autocast(call: Recurrence) -> Recurrence:
-    """Cast input and matrices here: autocast cannot reach inside an opaque operator.
+    """Cast input and matrices for autocast, which has no effect inside an opaque operator.
 
-    Weight norm is taken before the cast, in the precision of the parameters.
+    Weight norm is applied before the cast, in the precision of the parameters.
     """
     dtype = autocast_dtype(call.input)
     if dtype is None:
@@ -338,10 +338,10 @@ def _under_autocast(call: Recurrence) -> Recurrence:
 
 
 def explain(target: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
-    """Which backend serves this layer or this functional call, and why.
+    """Return the backend that would run a layer or a functional call, and the reason.
 
-    ``explain(layer)``, ``explain(layer, x)`` or ``explain(lamina.functional.lstm, x, state, weights, ...)``;
-    nothing is computed. The answer has ``backend`` and ``reason`` and prints as one line.
+    Call ``explain(layer)``, ``explain(layer, x)`` or ``explain(lamina.functional.lstm, x, state, weights, ...)``.
+    Nothing is computed. The result has ``backend`` and ``reason`` and prints as one line.
     """
     if isinstance(target, nn.Module):
         return _explain_module(target, *args)
@@ -354,18 +354,18 @@ def explain(target: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -
         )
     bound = inspect.signature(target).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    x, eps, mode, backend = (given[name] for name in ("input", "eps", "eps_mode", "backend"))
+    arguments = bound.arguments
+    x, eps, mode, backend = (arguments[name] for name in ("input", "eps", "eps_mode", "backend"))
     if target is layer_norm:
-        shape, weight, residual = (given[name] for name in ("normalized_shape", "weight", "residual"))
+        shape, weight, residual = (arguments[name] for name in ("normalized_shape", "weight", "residual"))
         return choose(norm_request(x, tuple(shape), eps, mode, weight, residual), backend)
-    cell, norm, w = cells[target], given["norm"], given["weights"]
-    where = resolve(cell, norm, given["placement"])
+    cell, norm, w = cells[target], arguments["norm"], arguments["weights"]
+    where = resolve(cell, norm, arguments["placement"])
     dtype = autocast_dtype(x) or x.dtype
     request = Request(
         "recurrence", x.device, dtype, eps, mode, cell, norm, where.name, False,
         w.weight_hh.shape[0] // GATES[cell], x.shape[1], w.weight_hr is not None, transformed(x, w.weight_hh),
-        given.get("nonlinearity", "tanh"), recompute=given["recompute"],
+        arguments.get("nonlinearity", "tanh"), recompute=arguments["recompute"],
     )  # fmt: skip
     return choose(request, backend)
 

@@ -1,7 +1,7 @@
-"""A recurrence as one operator that compilers do not look into.
+"""Recurrence as one opaque operator for compilers and exporters.
 
-``torch.compile`` and ``torch.export`` would otherwise unroll every step into their graph (minutes of compiling at
-T = 1000, and a new graph for each T). The operator's backward runs the reference again with autograd on.
+``torch.compile`` and ``torch.export`` would otherwise unroll every step into their graph (minutes of compilation at
+T = 1000, and a new graph for each T). The operator's backward recomputes the reference with autograd enabled.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from .placements import GATES, PLACEMENTS, PLAIN, STATES, Placement
 from .reference import CellWeights, Moments, Recurrence, SequenceResult, evaluate, statistics_dtype
 
-# Tensors travel as one flat list; `names`, joined by commas, says which is which.
+# The operator takes its tensors as one flat list; the comma-separated `names` identify them.
 _STATES = ("reset_h", "reset_c")
 _DIFFERENTIABLE = ("input", "h", "c", *_STATES, *CellWeights._fields)
 
 
 def run(call: Recurrence) -> SequenceResult:
-    """``reference.evaluate`` through the opaque operator."""
+    """Run ``reference.evaluate`` through the opaque operator."""
     names, tensors = _flatten(call)
     rates = [0.0 if z is None or isinstance(z, Tensor) else float(z) for z in call.zoneout]
     flat = _recurrence(
@@ -31,16 +31,16 @@ def run(call: Recurrence) -> SequenceResult:
 
 
 def _flatten(call: Recurrence) -> tuple[list[str], list[Tensor]]:
-    found: list[tuple[str, Tensor | None]] = [("input", call.input)]
-    found += list(zip("hc", call.state))
-    found += list(zip(_STATES, call.reset_state))
-    found += list(call.weights._asdict().items())
-    found += [("lengths", call.lengths), ("resets", call.resets), ("recurrent_mask", call.recurrent_mask)]
-    found += [(f"zoneout{k}", z if isinstance(z, Tensor) else None) for k, z in enumerate(call.zoneout)]
+    named: list[tuple[str, Tensor | None]] = [("input", call.input)]
+    named += list(zip("hc", call.state))
+    named += list(zip(_STATES, call.reset_state))
+    named += list(call.weights._asdict().items())
+    named += [("lengths", call.lengths), ("resets", call.resets), ("recurrent_mask", call.recurrent_mask)]
+    named += [(f"zoneout{k}", z if isinstance(z, Tensor) else None) for k, z in enumerate(call.zoneout)]
     for site, moments in (call.population or {}).items():
-        found += [(f"mean:{site}", moments.mean), (f"var:{site}", moments.var)]
-    kept = [(name, tensor) for name, tensor in found if tensor is not None]
-    return [name for name, _ in kept], [tensor for _, tensor in kept]
+        named += [(f"mean:{site}", moments.mean), (f"var:{site}", moments.var)]
+    present = [(name, tensor) for name, tensor in named if tensor is not None]
+    return [name for name, _ in present], [tensor for _, tensor in present]
 
 
 def _rebuild(
@@ -113,22 +113,22 @@ def _recurrence_backward(
     grads: Sequence[Tensor], tensors: Sequence[Tensor], names: str, cell: str, norm: str, placement: str,
     eps: float, eps_mode: str, nonlinearity: str, reverse: bool, rates: Sequence[float], first_step: int,
 ) -> list[Tensor]:  # fmt: skip
-    # A custom op runs below autograd: recording has to be let in again for the recomputation.
+    # Custom ops run below the autograd dispatch key, which must be re-enabled for the recomputation.
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
-        wanted = [name in _DIFFERENTIABLE for name in names.split(",")]
-        leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted)]
+        differentiable = [name in _DIFFERENTIABLE for name in names.split(",")]
+        leaves = [t.detach().requires_grad_(d) for t, d in zip(tensors, differentiable)]
         call = _rebuild(leaves, names, cell, norm, placement, eps, eps_mode, nonlinearity, reverse, rates, first_step)
         outputs = _outputs(call)[: len(grads)]
-        inputs = [leaf for leaf, w in zip(leaves, wanted) if w]
-        found = torch.autograd.grad(outputs, inputs, list(grads), allow_unused=True, materialize_grads=True)
-    return [g.contiguous().clone() for g in found]
+        inputs = [leaf for leaf, d in zip(leaves, differentiable) if d]
+        input_grads = torch.autograd.grad(outputs, inputs, list(grads), allow_unused=True, materialize_grads=True)
+    return [g.contiguous().clone() for g in input_grads]
 
 
 @_recurrence_backward.register_fake
 def _(grads: Sequence[Tensor], tensors: Sequence[Tensor], names: str, *rest: object) -> list[Tensor]:
-    wanted = [name in _DIFFERENTIABLE for name in names.split(",")]
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t, w in zip(tensors, wanted) if w]
+    differentiable = [name in _DIFFERENTIABLE for name in names.split(",")]
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t, d in zip(tensors, differentiable) if d]
 
 
 def _setup_context(ctx: object, inputs: tuple[object, ...], output: object) -> None:
@@ -140,14 +140,14 @@ def _setup_context(ctx: object, inputs: tuple[object, ...], output: object) -> N
 def _backward(ctx: object, grads: Sequence[Tensor]) -> tuple[object, ...]:
     rest = ctx.rest  # type: ignore[attr-defined]
     names, cell = rest[0].split(","), rest[1]
-    found = iter(
+    input_grads = iter(
         _recurrence_backward(
             [g.contiguous() for g in grads[: 1 + STATES[cell]]],
             list(ctx.saved_tensors),  # type: ignore[attr-defined]
             *rest,
         )
     )
-    return [next(found) if name in _DIFFERENTIABLE else None for name in names], *(None for _ in rest)
+    return [next(input_grads) if name in _DIFFERENTIABLE else None for name in names], *(None for _ in rest)
 
 
 _recurrence.register_autograd(_backward, setup_context=_setup_context)

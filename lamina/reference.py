@@ -1,10 +1,10 @@
-"""The paper's equations in plain PyTorch: any dtype, any device, no tricks, and true.
+"""Reference implementation of the paper's equations in plain PyTorch, for any dtype and device.
 
-Every fast path is judged against this file, so it is written to be read beside the paper's appendix. Letters:
+Every fast path is tested against this module, so it follows the paper's appendix closely. Letters:
 T steps, B cases, D inputs, H units, P = proj_size or H, G gates; sigma is the logistic function in the cells
 and the standard deviation in the norms. Backward passes are autograd's, so they can be differentiated again.
 
-Dtypes: products are taken in the dtype of their operands; statistics, gates and carried states are kept in
+Dtypes: products are computed in the dtype of their operands; statistics, gates and carried states are kept in
 float32 (float64 for float64 operands); the output has the dtype of the input.
 """
 
@@ -42,7 +42,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class CellWeights(NamedTuple):
-    """The parameters of one cell under torch's names, gains beside them; what a placement lacks is None."""
+    """Parameters of one cell under torch's names, plus the gains; None for those that the placement does not have."""
 
     weight_ih: Tensor  # [G*H, D]
     weight_hh: Tensor  # [G*H, P]
@@ -65,7 +65,7 @@ class Moments(NamedTuple):
 
 
 class SequenceResult(NamedTuple):
-    """What a whole sequence gives: outputs, final states, and the batch moments of each site if any."""
+    """Result of a whole sequence: outputs, final states and, under batch norm, the batch moments of each site."""
 
     output: Tensor  # [T, B, P]
     state: tuple[Tensor, ...]  # h_n [B, P] and for the LSTM c_n [B, H]
@@ -77,24 +77,24 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def root(x: Tensor) -> Tensor:
-    """Square root whose gradient at 0 is 0, not inf: a constant vector must not turn gradients into NaN."""
+    """Return the square root, with gradient 0 at 0 instead of inf, so that a constant vector gives no NaN gradients."""
     positive = x > 0
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), 0.0)
 
 
 def inverse(x: Tensor) -> Tensor:
-    """1/x, and 0 at 0: with eps = 0 a constant vector normalises to 0, the limit of eps -> 0."""
+    """Return 1/x, and 0 at 0: with eps = 0 a constant vector normalises to 0, the limit of eps -> 0."""
     nonzero = x != 0
     return torch.where(nonzero, 1.0 / torch.where(nonzero, x, 1.0), 0.0)
 
 
 def inverse_deviation(var: Tensor, eps: float, eps_mode: str) -> Tensor:
-    """1/sqrt(var + eps) for eps_mode "var", 1/(sqrt(var) + eps) for "std"."""
+    """Return 1/sqrt(var + eps) for eps_mode "var", 1/(sqrt(var) + eps) for "std"."""
     return inverse(root(var + eps) if eps_mode == "var" else root(var) + eps)
 
 
 def standardise(z: Tensor, dims: tuple[int, ...], eps: float, eps_mode: str) -> Tensor:
-    """(z - mu)/sigma with the biased variance over ``dims``."""
+    """Return (z - mu)/sigma with the biased variance over ``dims``."""
     centred = z - z.mean(dims, keepdim=True)
     var = centred.square().mean(dims, keepdim=True)
     return centred * inverse_deviation(var, eps, eps_mode)
@@ -116,16 +116,16 @@ def layer_norm(
     activation: str | None = None,
     residual: Tensor | None = None,
 ) -> Any:
-    """LN(z; gain, bias) = gain (z - mu)/sigma + bias over the last ``len(normalized_shape)`` axes (Eq. 3).
+    """Return gain (z - mu)/sigma + bias over the last ``len(normalized_shape)`` axes (Eq. 3).
 
-    Then the activation, by its name. With a residual z is input + residual and given back beside the result.
+    The named activation follows. With a residual, z is input + residual and the result is the pair (output, z).
     """
     dims = tuple(range(-len(normalized_shape), 0))
-    given = input if residual is None else input + residual
-    z = given.to(statistics_dtype(given.dtype))
-    found = affine(standardise(z, dims, eps, eps_mode), weight, bias)
-    found = (found if activation is None else ACTIVATIONS[activation](found)).to(given.dtype)
-    return found if residual is None else (found, given)
+    total = input if residual is None else input + residual
+    z = total.to(statistics_dtype(total.dtype))
+    out = affine(standardise(z, dims, eps, eps_mode), weight, bias)
+    out = (out if activation is None else ACTIVATIONS[activation](out)).to(total.dtype)
+    return out if residual is None else (out, total)
 
 
 def batch_norm(
@@ -140,10 +140,10 @@ def batch_norm(
     unbiased: bool = False,
     eps_mode: str = "var",
 ) -> Tensor:
-    """Eq. 2: each feature (axis 1) normalised over all cases and positions of the batch.
+    """Normalise each feature (axis 1) over all cases and positions of the batch (Eq. 2).
 
     ``unbiased=True`` divides by n-1 inside the normalisation itself, as the paper does for batches of 4.
-    Without running statistics, or in training, the batch's own are used; in training the running ones follow.
+    In training, and without running statistics, the statistics of the batch apply; training updates the running ones.
     """
     z = input.to(statistics_dtype(input.dtype))
     dims = tuple(d for d in range(z.dim()) if d != 1)
@@ -155,7 +155,7 @@ def batch_norm(
             with torch.no_grad():
                 if values > 0:
                     running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
-                if values > 1:  # one value says nothing about the variance
+                if values > 1:  # a single value carries no information about the variance
                     running_var.lerp_(batch_moments(z.detach(), dims, True)[1].to(running_var.dtype), momentum)
     else:
         mean, var = running_mean, running_var
@@ -165,7 +165,7 @@ def batch_norm(
 
 
 def batch_moments(z: Tensor, dims: tuple[int, ...], unbiased: bool) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each feature; a single value has variance 0 whichever divisor is asked for."""
+    """Return mean and variance of each feature; a single value has variance 0 with either divisor."""
     count = z.numel() // max(z.shape[1], 1)
     mean = z.mean(dims, keepdim=True)
     var = (z - mean).square().sum(dims) / max(count - 1 if unbiased else count, 1)
@@ -173,7 +173,7 @@ def batch_moments(z: Tensor, dims: tuple[int, ...], unbiased: bool) -> tuple[Ten
 
 
 def weight_norm(weight: Tensor, gain: Tensor) -> Tensor:
-    """gain_i w_i / ||w_i||: mu = 0 and sigma_i = ||w_i|| in the paper's framework. Axis 0 counts the units."""
+    """Return gain_i w_i / ||w_i||; in the paper's framework mu = 0 and sigma_i = ||w_i||. Axis 0 is the unit."""
     rows = weight.flatten(1).to(statistics_dtype(weight.dtype))
     scale = gain * inverse(root(rows.square().sum(1)))
     return (rows * scale.unsqueeze(1)).reshape(weight.shape).to(weight.dtype)
@@ -189,13 +189,13 @@ def linear(
     eps: float = 1e-5,
     eps_mode: str = "var",
 ) -> Tensor:
-    """g/sigma (W x - mu) + b, the summed inputs of a layer normalised by ``norm``, before the non-linearity."""
+    """Return g/sigma (W x - mu) + b, the summed inputs of a layer normalised by ``norm``, before the non-linearity."""
     if norm == "weight" and gain is not None:
         return F.linear(input, weight_norm(weight, gain), bias)
     summed = F.linear(input, weight)
     if norm == "layer":
-        found: Tensor = layer_norm(summed, summed.shape[-1:], gain, bias, eps, eps_mode)
-        return found
+        out: Tensor = layer_norm(summed, summed.shape[-1:], gain, bias, eps, eps_mode)
+        return out
     if norm == "batch":
         flat = summed.reshape(-1, summed.shape[-1])
         return batch_norm(flat, None, None, gain, bias, True, 0.0, eps, False, eps_mode).reshape(summed.shape)
@@ -204,21 +204,21 @@ def linear(
 
 # The cells, one step each, as in the appendix.
 #
-# x is W_x x_t, already normalised where the placement has a norm at "ih"; y is W_h h_{t-1}. norms.apply(site, z, t)
-# normalises z where the placement has a norm at that site and hands it back as it is elsewhere.
+# x is W_x x_t, already normalised if the placement has a norm at "ih"; y is W_h h_{t-1}. norms.apply(site, z, t)
+# normalises z if the placement has a norm at that site, and otherwise returns z.
 
 
 @dataclass
 class SiteNorms:
-    """The norms of one recurrence. ``apply("hh", z, t)`` normalises z at that site and step t."""
+    """Norms of one recurrence: ``apply("hh", z, t)`` normalises z at that site and step t."""
 
     kind: str | None
     placement: Placement
     weights: CellWeights
     eps: float
     eps_mode: str
-    valid: Tensor | None = None  # [T, B, 1], cases that take part at each step
-    population: Mapping[str, Moments] | None = None  # given: used in place of the batch's own moments
+    valid: Tensor | None = None  # [T, B, 1], True where a step is not padding
+    population: Mapping[str, Moments] | None = None  # if present, it replaces the moments of the batch
     record: dict[str, list[Moments]] = field(default_factory=dict)
 
     def apply(self, site: str, z: Tensor, step: int | None) -> Tensor:
@@ -238,8 +238,8 @@ class SiteNorms:
             mean, var = self._population_moments(self.population[site], z, step)
         else:
             mean, var = self._batch_moments(z, step)
-            kept = Moments(mean.detach().flatten(0, -2), var.detach().flatten(0, -2))
-            self.record.setdefault(site, []).append(kept)
+            moments = Moments(mean.detach().flatten(0, -2), var.detach().flatten(0, -2))
+            self.record.setdefault(site, []).append(moments)
         return (z - mean) * inverse_deviation(var, self.eps, self.eps_mode)
 
     def _batch_moments(self, z: Tensor, step: int | None) -> tuple[Tensor, Tensor]:
@@ -252,24 +252,24 @@ class SiteNorms:
         return mean, ((z - mean).square() * valid).sum(-2, keepdim=True) / count
 
     @staticmethod
-    def _population_moments(known: Moments, z: Tensor, step: int | None) -> tuple[Tensor, Tensor]:
-        """Step t's moments; beyond the longest sequence seen the last step's are repeated."""
-        last = known.mean.shape[0] - 1
+    def _population_moments(stored: Moments, z: Tensor, step: int | None) -> tuple[Tensor, Tensor]:
+        """Return the moments of step t, or of the last stored step if t lies beyond it."""
+        last = stored.mean.shape[0] - 1
         if step is not None:
-            at = min(step, last)
-            return known.mean[at].to(z.dtype), known.var[at].to(z.dtype)
-        index = torch.arange(z.shape[0], device=z.device).clamp(max=last)
-        return known.mean[index].unsqueeze(1).to(z.dtype), known.var[index].unsqueeze(1).to(z.dtype)
+            row = min(step, last)
+            return stored.mean[row].to(z.dtype), stored.var[row].to(z.dtype)
+        rows = torch.arange(z.shape[0], device=z.device).clamp(max=last)
+        return stored.mean[rows].unsqueeze(1).to(z.dtype), stored.var[rows].unsqueeze(1).to(z.dtype)
 
     def moments(self) -> dict[str, Moments]:
         return {
-            site: Moments(torch.cat([m.mean for m in found]), torch.cat([m.var for m in found]))
-            for site, found in self.record.items()
+            site: Moments(torch.cat([m.mean for m in steps]), torch.cat([m.var for m in steps]))
+            for site, steps in self.record.items()
         }
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """W x in the operands' own precision, handed on in the precision of the statistics."""
+    """Return W x, computed in the precision of the weight and cast to that of the statistics."""
     out = F.linear(x.to(weight.dtype), weight)
     return out.to(statistics_dtype(out.dtype))
 
@@ -285,11 +285,11 @@ def _lstm_step(x: Tensor, y: Tensor, c: Tensor, w: CellWeights, norms: SiteNorms
     a = affine(affine(a, None, w.bias_ih), None, w.bias_hh)
     i, f, g, o = a.chunk(4, -1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-    seen = affine(norms.apply("cell", c, t), None, w.bias_cell)  # LN(c): what the output gate lets out
-    h = torch.sigmoid(o) * torch.tanh(seen)
+    normed = affine(norms.apply("cell", c, t), None, w.bias_cell)  # LN(c)
+    h = torch.sigmoid(o) * torch.tanh(normed)
     if w.weight_hr is not None:
         h = product(h, w.weight_hr)
-    return h, seen if norms.placement.carry else c
+    return h, normed if norms.placement.carry else c
 
 
 def _gru_step(x: Tensor, y: Tensor, h: Tensor, w: CellWeights, norms: SiteNorms, t: int) -> Tensor:
@@ -306,11 +306,11 @@ def _gru_step(x: Tensor, y: Tensor, h: Tensor, w: CellWeights, norms: SiteNorms,
 
 @dataclass(frozen=True)
 class Recurrence:
-    """Everything a recurrent call was asked to do; what every backend receives."""
+    """Description of one recurrent call, the argument of every backend."""
 
     cell: str  # "RNN", "LSTM" or "GRU"
     input: Tensor  # [T, B, D]
-    state: tuple[Tensor | None, ...]  # h [B, P], LSTM also c [B, H]; None is 0
+    state: tuple[Tensor | None, ...]  # h [B, P], LSTM also c [B, H]; None means zeros
     weights: CellWeights
     norm: str | None
     placement: Placement
@@ -321,24 +321,24 @@ class Recurrence:
     resets: Tensor | None = None  # bool [T, B]
     reverse: bool = False
     zoneout: Masks = (None, None)  # weight of the old h and c: 0/1 masks [T, B, .] or a rate
-    recurrent_mask: Tensor | None = None  # [B, P], multiplies h on its way into W_h
+    recurrent_mask: Tensor | None = None  # [B, P], multiplies h before the product with W_h
     population: Mapping[str, Moments] | None = None
-    first_step: int = 0  # the step number of input[0], for per-step batch statistics
-    recompute: bool = False  # gates are not kept for the backward pass; the reference keeps what autograd needs
-    reset_state: tuple[Tensor | None, ...] = (None, None)  # the state after a reset, shaped as ``state``; None is 0
+    first_step: int = 0  # step number of input[0], for per-step batch statistics
+    recompute: bool = False  # do not save the gates for the backward pass; the reference ignores this
+    reset_state: tuple[Tensor | None, ...] = (None, None)  # state after a reset, shaped as ``state``; None means zeros
 
     def state_shapes(self) -> list[tuple[int, int]]:
-        """[B, P] of h, and for the LSTM [B, H] of c."""
+        """Return [B, P] of h, and for the LSTM [B, H] of c."""
         w, batch = self.weights, self.input.shape[1]
         widths = (w.weight_hh.shape[1], w.weight_hh.shape[0] // GATES[self.cell])
         return [(batch, width) for width in widths[: STATES[self.cell]]]
 
     def initial(self) -> tuple[Tensor, ...]:
-        """State before the first step."""
+        """Return the state before the first step."""
         return self._or_zeros(self.state)
 
     def after_reset(self) -> tuple[Tensor, ...]:
-        """State before a step at which a new segment begins."""
+        """Return the state before the first step of a new segment."""
         return self._or_zeros(self.reset_state)
 
     def _or_zeros(self, states: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
@@ -346,7 +346,7 @@ class Recurrence:
         return tuple(self.input.new_zeros(shape) if s is None else s for s, shape in pairs)
 
     def forwards(self) -> Recurrence:
-        """The same recurrence with time running forwards and without resets in the padding."""
+        """Return the same recurrence with time running forwards and without resets in the padding."""
         resets = self.resets
         if resets is not None and self.lengths is not None:
             resets = resets & valid_steps(self.lengths, resets.shape[0])
@@ -357,12 +357,12 @@ class Recurrence:
 
 
 def valid_steps(lengths: Tensor, steps: int) -> Tensor:
-    """Mask [T, B] that is True where a case still has steps."""
+    """Return a mask [T, B] that is True at the steps that are not padding."""
     return torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths.unsqueeze(0)
 
 
 def reverse_sequences(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Each case's own steps in reverse order, padding left where it is; x is [T, B] or [T, B, F]."""
+    """Reverse the valid steps of each case and leave the padding in place; x is [T, B] or [T, B, F]."""
     if lengths is None:
         return x.flip(0)
     steps = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
@@ -372,7 +372,7 @@ def reverse_sequences(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def reverse_resets(resets: Tensor, lengths: Tensor | None) -> Tensor:
-    """Read backwards, the step before a segment's first one is where a new segment begins."""
+    """Reverse resets: read backwards, a segment begins at the step that precedes the next segment's first one."""
     return reverse_sequences(torch.cat([resets[1:], torch.zeros_like(resets[:1])]), lengths)
 
 
@@ -383,13 +383,13 @@ def evaluate(call: Recurrence) -> SequenceResult:
 
 
 def effective_weights(call: Recurrence) -> CellWeights:
-    """The weights the products use: normalised row by row under weight norm, as they are otherwise."""
+    """Return the weights of the products: with normalised rows under weight norm, otherwise unchanged."""
     w = call.weights
     if call.norm != "weight":
         return w
     pairs = {"weight_ih": w.gain_ih, "weight_hh": w.gain_hh, "weight_hr": w.gain_hr}
-    found = {name: weight_norm(getattr(w, name), gain) for name, gain in pairs.items() if gain is not None}
-    return w._replace(**found)
+    normed = {name: weight_norm(getattr(w, name), gain) for name, gain in pairs.items() if gain is not None}
+    return w._replace(**normed)
 
 
 def _evaluate_forward(call: Recurrence) -> SequenceResult:
@@ -399,9 +399,9 @@ def _evaluate_forward(call: Recurrence) -> SequenceResult:
         x = torch.where(valid, x, torch.zeros((), dtype=x.dtype, device=x.device))  # padding may hold NaN
     w = effective_weights(call)
     norms = SiteNorms(call.norm, call.placement, w, call.eps, call.eps_mode, valid, call.population)
-    # LN(W_x x) does not wait for h: all steps at once.
-    at = call.first_step if call.population is not None and x.shape[0] == 1 else None
-    summed = norms.apply("ih", product(x, w.weight_ih), at)
+    # LN(W_x x) does not depend on h, so all steps are computed at once.
+    only_step = call.first_step if call.population is not None and x.shape[0] == 1 else None
+    summed = norms.apply("ih", product(x, w.weight_ih), only_step)
     step = _step_function(call, w, norms)
     output, state = _unroll(step, summed, call, valid)
     return SequenceResult(output.to(call.input.dtype), tuple(s.to(call.input.dtype) for s in state), norms.moments())
@@ -428,12 +428,12 @@ def _unroll(
     call: Recurrence,
     valid: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    state, anew = (tuple(s.to(summed.dtype) for s in given) for given in (call.initial(), call.after_reset()))
+    state, after_reset = (tuple(s.to(summed.dtype) for s in states) for states in (call.initial(), call.after_reset()))
     outputs = []
     for t in range(summed.shape[0]):
         if call.resets is not None:
             begins = call.resets[t].unsqueeze(-1)
-            state = tuple(torch.where(begins, first, s) for first, s in zip(anew, state))
+            state = tuple(torch.where(begins, first, s) for first, s in zip(after_reset, state))
         new = step(summed[t], state, t + call.first_step)
         new = tuple(_zoneout(old, fresh, mask, t) for old, fresh, mask in zip(state, new, call.zoneout))
         if valid is None:
@@ -446,7 +446,7 @@ def _unroll(
 
 
 def _zoneout(old: Tensor, fresh: Tensor, mask: Tensor | float | None, t: int) -> Tensor:
-    """Zoneout (Krueger et al. 2017): each unit keeps its old value where the mask is 1."""
+    """Apply zoneout (Krueger et al. 2017): each unit keeps its old value where the mask is 1."""
     if mask is None:
         return fresh
     keep = mask[t] if isinstance(mask, Tensor) else mask
@@ -471,7 +471,7 @@ def rnn(
     population: Mapping[str, Moments] | None = None,
     reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """h_t = f(g/sigma (a_t - mu) + b), a_t = W_h h_{t-1} + W_x x_t (Eq. 4), over a whole sequence."""
+    """Run h_t = f(g/sigma (a_t - mu) + b), a_t = W_h h_{t-1} + W_x x_t (Eq. 4), over a whole sequence."""
     where = resolve("RNN", norm, placement)
     call = Recurrence(
         "RNN", input, (state,), weights, norm, where, eps, eps_mode, nonlinearity,
@@ -498,7 +498,7 @@ def lstm(
     population: Mapping[str, Moments] | None = None,
     reset_state: LSTMState | None = None,
 ) -> tuple[Tensor, LSTMState]:
-    """The LSTM of the appendix over a whole sequence; ``placement`` picks the row of ``lamina.placements``."""
+    """Run the appendix's LSTM over a whole sequence; ``placement`` selects a row of ``lamina.placements``."""
     where = resolve("LSTM", norm, placement)
     call = Recurrence(
         "LSTM", input, state, weights, norm, where, eps, eps_mode, "tanh",
@@ -525,7 +525,7 @@ def gru(
     population: Mapping[str, Moments] | None = None,
     reset_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The GRU of the appendix over a whole sequence; ``placement`` picks the row of ``lamina.placements``."""
+    """Run the appendix's GRU over a whole sequence; ``placement`` selects a row of ``lamina.placements``."""
     where = resolve("GRU", norm, placement)
     call = Recurrence(
         "GRU", input, (state,), weights, norm, where, eps, eps_mode, "tanh",
