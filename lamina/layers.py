@@ -1,7 +1,7 @@
 """Feed-forward layers: layer norm, its noisy form, and linear and convolutional layers with a norm built in.
 
-Each class takes its torch.nn namesake's arguments, names its parameters alike and is a subclass of it, so rules
-written for ``nn.Linear`` (initialisers, parameter groups) go on working. Options that torch lacks are keyword-only.
+Each class is a subclass of the torch.nn class of the same name, with the same arguments and parameter names, so that
+code written for ``nn.Linear`` (initialisers, parameter groups) keeps working. Additional options are keyword-only.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from .placements import NORMS
 from .reference import ACTIVATIONS, EPS_MODES, Activation, statistics_dtype
 from .scripting import leaf, refuse, scriptable, symbolic
 
-# 1 + xi_sigma, a normal draw, comes near 0 when few samples are modelled: E[1/|1 + xi|] does not exist, and at
-# N <= 16 (its deviation is then 0.35 or more) single draws would dominate a whole batch. The floor lets noise
-# scale a unit by at most sqrt(10); at N = 64 it lies five deviations away and changes nothing.
+# For small N the normal draw 1 + xi_sigma comes close to 0: E[1/|1 + xi|] does not exist, and at N <= 16 (standard
+# deviation >= 0.35) single draws would dominate a batch. The floor limits the scale of a unit to sqrt(10). At N = 64 it
+# is five standard deviations away and has no effect.
 SPREAD_FLOOR = 0.1
 
 
 class LayerNorm(nn.LayerNorm):
     """Layer norm (Eq. 3): gain (a - mu)/sigma + bias, mu and sigma over the last axes of each case.
 
-    Arguments, parameters and state_dict of ``torch.nn.LayerNorm``, and besides:
+    Arguments, parameters and state_dict are those of ``torch.nn.LayerNorm``. Additional options:
 
     eps, eps_mode: sqrt(var + eps) for "var" (torch's), sqrt(var) + eps for "std"; eps may be 0.
     activation: None or a name of ``ACTIVATIONS``, applied to the result.
-    backend: "auto" or a name; ``lamina.explain(layer, x)`` tells which one runs.
+    backend: "auto" or the name of a backend; ``lamina.explain(layer, x)`` reports which one runs.
 
-    ``layer(x, residual)`` normalises x + residual and gives back both, the result and the sum.
+    ``layer(x, residual)`` normalises x + residual and returns the pair (result, sum).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LayerNorm(nn.LayerNorm):
     ) -> None:
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if not shape:
-            raise fail("normalized_shape must name at least one axis", repr(normalized_shape), "Pass the last axes.")
+            raise fail("normalized_shape must have at least one axis", repr(normalized_shape), "Pass the last sizes.")
         for size in shape:
             positive_int("normalized_shape", size)
         one_of("eps_mode", eps_mode, EPS_MODES)
@@ -68,7 +68,7 @@ class LayerNorm(nn.LayerNorm):
         self.backend = backend
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
-        """[*, *normalized_shape] to the same shape; with a residual that and input + residual."""
+        """Normalise [*, *normalized_shape]; with a residual return the pair (result, input + residual)."""
         if symbolic(input):
             return leaf(self, input, residual=residual)
         if residual is None and self.activation is None and self.backend == "auto":
@@ -77,9 +77,9 @@ class LayerNorm(nn.LayerNorm):
             if quick is not None:
                 return quick
         if self.backend == "triton":
-            known = self._again(input, residual)
-            if known is not None:
-                return known
+            cached = self._run_cached(input, residual)
+            if cached is not None:
+                return cached
         check_kind(f"LayerNorm({list(self.normalized_shape)})", input, self.weight, half_input=True)
         return functional.layer_norm(
             input, self.normalized_shape, self.weight, self.bias, self.eps, self.eps_mode,
@@ -92,17 +92,17 @@ class LayerNorm(nn.LayerNorm):
             return refuse(self)
         return scriptable(self, _ScriptableLayerNorm)
 
-    def _again(self, input: Tensor, residual: Tensor | None) -> Any:
-        """What ``functional.layer_norm`` gives where a call like this one has been checked before; else None."""
+    def _run_cached(self, input: Tensor, residual: Tensor | None) -> Any:
+        """Run the cached launch if an equivalent call has passed the checks before; else return None."""
         weight = self.weight
-        if weight is not None and getattr(input, "dtype", None) is not weight.dtype:  # check_kind has a word in it
+        if weight is not None and getattr(input, "dtype", None) is not weight.dtype:  # check_kind decides on these
             return None
         shape, eps, mode = self.normalized_shape, self.eps, self.eps_mode
-        known = norm.again(input, shape, weight, self.bias, eps, mode, self.activation, residual)
-        return known if known is None or residual is not None else known[0]
+        cached = norm.again(input, shape, weight, self.bias, eps, mode, self.activation, residual)
+        return cached if cached is None or residual is not None else cached[0]
 
     def backend_request(self, input: Tensor | None = None, residual: Tensor | None = None) -> Request:
-        """What the choice of a backend depends on, for ``lamina.explain``."""
+        """Return the request that ``lamina.explain`` decides on."""
         if input is None:
             return _layer_norm_request(self.weight, self.eps, self.eps_mode)
         shape = self.normalized_shape
@@ -113,18 +113,18 @@ class LayerNorm(nn.LayerNorm):
 
 
 class NoisyLayerNorm(LayerNorm):
-    """Layer norm with the noise batch norm's sampled statistics would add, a regulariser; training only.
+    """Layer norm with the noise of batch norm's sampled statistics as a regulariser, in training only.
 
-    out = gain (ahat + xi_mu)/sqrt|1 + xi_sigma| + bias, ahat the normalised input: xi_mu and xi_sigma stand for the
-    errors of a mean and a variance estimated from ``num_samples`` = N cases, Var xi_mu = 1/N. In evaluation, and for
-    N = inf, this is ``LayerNorm``.
+    out = gain (ahat + xi_mu)/sqrt|1 + xi_sigma| + bias, where ahat is the normalised input, and xi_mu and xi_sigma
+    model the errors of a mean and a variance estimated from ``num_samples`` = N cases, with Var xi_mu = 1/N. In
+    evaluation, and for N = inf, this is ``LayerNorm``.
 
     num_samples: N, a number of cases or math.inf.
     variance: "corrected", Var xi_sigma = 2/N, the relative variance of a Gaussian sample's variance; or "printed",
-        1/N, as the paper has it.
+        1/N, as printed in the paper.
     noise: "normal", with |1 + xi_sigma| kept above ``SPREAD_FLOOR``; or "chi2", 1 + xi_sigma ~ chi^2_{N-1}/(N-1),
-        the sample variance's own distribution (the output's variance is finite for N >= 4).
-    noise_shape: "case" draws for every case and unit, "unit" once for every unit, shared by all cases as in batch norm.
+        the distribution of the sample variance (the output's variance is finite for N >= 4).
+    noise_shape: "case" draws per case and unit; "unit" draws per unit, shared by all cases as in batch norm.
     """
 
     def __init__(
@@ -156,17 +156,14 @@ class NoisyLayerNorm(LayerNorm):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 1:
             raise fail("num_samples must be a number of at least 1", show(value), "Pass the batch size to imitate.")
         if self.noise == "chi2" and self.variance == "printed":
-            raise fail(
-                "noise='chi2' has the variance of a sample variance, so it goes with variance='corrected'",
-                "variance='printed'",
-                "Use noise='normal' for the paper's 1/N.",
-            )
+            remedy = "Use noise='normal' for the paper's 1/N."
+            raise fail("noise='chi2' needs variance='corrected'", "variance='printed'", remedy)
         if self.noise == "chi2" and value < 2:
-            raise fail("noise='chi2' needs num_samples >= 2", f"num_samples={value}", "One case has no variance.")
+            raise fail("noise='chi2' needs num_samples >= 2", f"num_samples={value}", "Pass 2 or more.")
         return value
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
-        """[*, *normalized_shape] to the same shape; with a residual that and input + residual."""
+        """Normalise [*, *normalized_shape]; with a residual return the pair (result, input + residual)."""
         if symbolic(input):
             return leaf(self, input, residual=residual)
         if not self.training or math.isinf(self.num_samples):
@@ -187,41 +184,41 @@ class NoisyLayerNorm(LayerNorm):
         return reference.affine((z + shift) * self._spread(like).rsqrt(), self.weight, self.bias).to(input.dtype)
 
     def _spread(self, like: Tensor) -> Tensor:
-        """|1 + xi_sigma|, the sampled variance in units of the true one."""
+        """Return |1 + xi_sigma|, the sampled variance relative to the true one."""
         if self.noise == "chi2":
             half = (self.num_samples - 1) / 2  # chi^2_k / k = Gamma(k/2, 1) / (k/2)
-            if like.is_meta:  # torch 2.11 cannot say the shape of a gamma draw
+            if like.is_meta:  # torch 2.11 has no meta kernel for gamma draws
                 return torch.empty_like(like)
             return torch._standard_gamma(torch.full_like(like, half)) / half
         deviation = math.sqrt((2 if self.variance == "corrected" else 1) / self.num_samples)
         return (1 + deviation * _normal(like)).abs().clamp(min=SPREAD_FLOOR)
 
     def extra_repr(self) -> str:
-        usual = {"variance": "corrected", "noise": "normal", "noise_shape": "case"}
-        return f"{super().extra_repr()}, num_samples={self.num_samples}" + _shown(self, usual)
+        defaults = {"variance": "corrected", "noise": "normal", "noise_shape": "case"}
+        return f"{super().extra_repr()}, num_samples={self.num_samples}" + _shown(self, defaults)
 
 
 class NormalisedLayer(nn.Module):
-    """What ``Linear`` and ``Conv2d`` share: f(g/sigma (a - mu) + b) around the product a = W x that they take.
+    """Base class of ``Linear`` and ``Conv2d``: f(g/sigma (a - mu) + b) of the summed inputs a = W x.
 
     norm: "layer", mu and sigma over all units of one case; "batch", over the cases for each unit; "weight",
-        mu = 0 and sigma_i = ||w_i||; None, no norm and no gain: the torch.nn layer.
+        mu = 0 and sigma_i = ||w_i||; None, neither norm nor gain, as in the torch.nn layer.
     activation: f, None, a name of ``ACTIVATIONS`` or a callable.
     eps, eps_mode: sqrt(var + eps) for "var", sqrt(var) + eps for "std"; eps may be 0.
-    gain_init: start value of ``gain``; None is 1, and under weight norm the row norms of ``weight``, with which the
-        norm changes nothing at first (after a change of ``weight`` set it by ``baselines.weight_norm_gain``).
-    momentum, unbiased, population: batch norm's, see ``BatchNorm``.
-    backend: layer norm's, "auto" or a name.
+    gain_init: initial value of ``gain``. None means 1, and under weight norm the row norms of ``weight``, which keep
+        the function at first (after changing ``weight``, set the gain with ``baselines.weight_norm_gain``).
+    momentum, unbiased, population: options of batch norm, see ``BatchNorm``.
+    backend: backend of layer norm, "auto" or a name.
 
-    Weights start as torch draws them, whatever the norm: one seed gives every variant the same. Biases start at 0
-    under a norm, as torch draws them without.
+    Weights are drawn as in torch under every norm, so that one seed gives all variants the same weights. Biases start
+    at 0 under a norm, and as in torch without one.
     """
 
     weight: Tensor
-    bias: Any  # torch types it differently in its two layers
+    bias: Any  # torch declares different types in Linear and Conv2d
     gain: nn.Parameter | None
     statistics: BatchNorm | None
-    # torch's constructor draws its parameters through reset_parameters before a norm is installed.
+    # torch's constructor calls reset_parameters before the norm is installed.
     norm: str | None = None
 
     def _install(
@@ -238,7 +235,7 @@ class NormalisedLayer(nn.Module):
         population: str,
         backend: str,
     ) -> None:
-        """Check the options and add gains, biases and statistics to a freshly made torch layer."""
+        """Check the options and add gains, biases and statistics to a newly constructed torch layer."""
         one_of("norm", norm, NORMS)
         one_of("eps_mode", eps_mode, EPS_MODES)
         one_of("backend", backend, BACKENDS["layer_norm"])
@@ -261,7 +258,7 @@ class NormalisedLayer(nn.Module):
         return nn.Parameter(torch.empty(shape, device=self.weight.device, dtype=self.weight.dtype))
 
     def reset_parameters(self) -> None:
-        """Draw the weights afresh, as torch does; start values for the rest."""
+        """Redraw the weights as torch does; reset the other parameters and the statistics to their initial values."""
         super().reset_parameters()  # type: ignore[misc]
         if self.norm is not None:
             self._reset_norm()
@@ -280,20 +277,20 @@ class NormalisedLayer(nn.Module):
             self.statistics.reset_parameters()
 
     def _operands(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias of the product; under layer and batch norm the bias waits for the norm."""
+        """Return weight and bias of the product; under layer and batch norm the bias is added after the norm."""
         if self.norm == "weight" and self.gain is not None:
             return reference.weight_norm(self.weight, self.gain), self.bias
         return self.weight, self.bias if self.norm is None else None
 
     def _normalise(self, summed: Tensor) -> Tensor:
-        """g/sigma (a - mu) + b of summed inputs a [N, units, *positions]; under weight norm or none they are done."""
+        """Return g/sigma (a - mu) + b of summed inputs a [N, units, *positions]; a no-op unless layer or batch norm."""
         if self.norm == "layer":
             shape = summed.shape[1:]
             gain, bias = _per_unit(self.gain, shape), _per_unit(self.bias, shape)
-            found: Tensor = functional.layer_norm(
+            out: Tensor = functional.layer_norm(
                 summed, shape, gain, bias, self.eps, self.eps_mode, backend=self.backend
             )
-            return found
+            return out
         if self.statistics is None:
             return summed
         if self.gain is not None and self.gain.dim() == 1:
@@ -307,7 +304,7 @@ class NormalisedLayer(nn.Module):
         return ACTIVATIONS[self.activation](z) if isinstance(self.activation, str) else self.activation(z)
 
     def backend_request(self, input: Tensor | None = None) -> Request | None:
-        """What the choice of a backend depends on, for ``lamina.explain``; None where there is no choice."""
+        """Return the request that ``lamina.explain`` decides on, or None if there is only one backend."""
         if self.norm != "layer":
             return None
         return _layer_norm_request(self.weight if input is None else input, self.eps, self.eps_mode)
@@ -320,18 +317,18 @@ class NormalisedLayer(nn.Module):
         return scriptable(self, _ScriptableLinear)
 
     def extra_repr(self) -> str:
-        usual = {"activation": None, "eps": 1e-5, "eps_mode": "var", "gain_init": None, "backend": "auto"}
-        return f"{super().extra_repr()}, norm={self.norm!r}" + _shown(self, usual)
+        defaults = {"activation": None, "eps": 1e-5, "eps_mode": "var", "gain_init": None, "backend": "auto"}
+        return f"{super().extra_repr()}, norm={self.norm!r}" + _shown(self, defaults)
 
 
 class Linear(NormalisedLayer, nn.Linear):
     """f(g/sigma (W x - mu) + b): a linear layer with its norm and non-linearity.
 
-    Input [..., in_features], output [..., out_features]; batch norm takes every leading axis for cases. Arguments up
-    to ``dtype`` and the parameters ``weight``, ``bias`` are those of ``torch.nn.Linear``; ``gain`` [out_features]
-    comes with a norm. With ``norm=None`` this is ``torch.nn.Linear``, whose state_dicts load.
+    Input [..., in_features], output [..., out_features]; batch norm treats all leading axes as cases. Arguments up to
+    ``dtype`` and the parameters ``weight``, ``bias`` are those of ``torch.nn.Linear``; a norm adds ``gain``
+    [out_features]. With ``norm=None`` this is ``torch.nn.Linear`` and loads its state_dicts.
 
-    The options shared with the other layers are described at ``NormalisedLayer``.
+    ``NormalisedLayer`` describes the shared options.
     """
 
     def __init__(
@@ -361,7 +358,7 @@ class Linear(NormalisedLayer, nn.Linear):
         )  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         if symbolic(input):
             return leaf(self, input)  # type: ignore[no-any-return]
         name = f"Linear({self.in_features}, {self.out_features})"
@@ -374,13 +371,13 @@ class Linear(NormalisedLayer, nn.Linear):
 
 
 class _ScriptableLayerNorm(LayerNorm):
-    """``LayerNorm`` for torch.jit.script, which leaves it in the model: without scripting it is the same layer."""
+    """``LayerNorm`` in scriptable form; torch.jit.script leaves it in the model, where it acts as the same layer."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             return LayerNorm.forward(self, input, residual)  # type: ignore[no-any-return]
         if residual is not None:
-            raise ValueError("a scripted LayerNorm takes no residual, got one. Add it before the layer.")
+            raise ValueError("A scripted LayerNorm takes no residual, got one. Add it to the input before the layer.")
         return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
     def _get_name(self) -> str:
@@ -388,9 +385,9 @@ class _ScriptableLayerNorm(LayerNorm):
 
 
 class _ScriptableLinear(Linear):
-    """The same for ``Linear``."""
+    """``Linear`` in scriptable form."""
 
-    __annotations__ = {"norm": str | None}  # torch.jit cannot read the inherited ones
+    __annotations__ = {"norm": str | None}  # torch.jit does not read inherited annotations
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
@@ -409,14 +406,14 @@ class Conv2d(NormalisedLayer, nn.Conv2d):
 
     Input [N, in_channels, H, W] or [in_channels, H, W]. Layer norm takes mu and sigma over all channels and positions
     of one case, batch norm over cases and positions for each channel, weight norm ||w|| of each filter. Arguments up
-    to ``dtype`` and the parameters ``weight``, ``bias`` are those of ``torch.nn.Conv2d``; ``gain`` comes with a norm.
-    With ``norm=None`` this is ``torch.nn.Conv2d``, whose state_dicts load.
+    to ``dtype`` and the parameters ``weight``, ``bias`` are those of ``torch.nn.Conv2d``; a norm adds ``gain``. With
+    ``norm=None`` this is ``torch.nn.Conv2d`` and loads its state_dicts.
 
-    gain_shape: "channel", gains and biases [C]; or "neuron", [C, H_out, W_out], each unit its own as in the paper,
-        for layer and batch norm.
-    input_size: (H, W) of the inputs; "neuron" needs it. When given, inputs of another size are refused.
+    gain_shape: "channel", gains and biases [C]; or "neuron", [C, H_out, W_out], one per unit as in the paper, for
+        layer and batch norm.
+    input_size: (H, W) of the inputs, required by "neuron"; if set, inputs of another size raise an error.
 
-    The options shared with the other layers are described at ``NormalisedLayer``.
+    ``NormalisedLayer`` describes the shared options.
     """
 
     def __init__(
@@ -475,13 +472,13 @@ class Conv2d(NormalisedLayer, nn.Conv2d):
         return self._output_shape(self.input_size)
 
     def _output_shape(self, size: tuple[int, int]) -> tuple[int, ...]:
-        """[C, H_out, W_out], found by a convolution on the meta device, which computes shapes only."""
+        """Return [C, H_out, W_out] from a convolution on the meta device, which computes shapes only."""
         weight = self.weight.to("meta")
         probe = torch.empty(1, self.in_channels, *size, device="meta", dtype=weight.dtype)
         try:
             shape = tuple(self._conv_forward(probe, weight, None).shape[1:])
         except RuntimeError:
-            shape = (0,)  # what some versions of torch say of a kernel that does not fit; others count below 1
+            shape = (0,)  # some torch versions raise if the kernel does not fit, others return sizes below 1
         if min(shape) < 1:
             raise fail(
                 "input_size must leave the kernel at least one position",
@@ -491,7 +488,7 @@ class Conv2d(NormalisedLayer, nn.Conv2d):
         return shape
 
     def forward(self, input: Tensor) -> Tensor:
-        """[N, in_channels, H, W] or [in_channels, H, W] to the convolution's output shape."""
+        """Map [N, in_channels, H, W] or [in_channels, H, W] to the convolution's output shape."""
         if symbolic(input):
             return leaf(self, input)  # type: ignore[no-any-return]
         x = self._checked(input)
@@ -507,9 +504,9 @@ class Conv2d(NormalisedLayer, nn.Conv2d):
             raise fail(f"{name} needs an input {shapes}", describe(x), "Check the channel axis.")
         if self.input_size is not None and tuple(x.shape[-2:]) != self.input_size:
             raise fail(
-                f"{name} was made for inputs of size {list(self.input_size)}",
+                f"{name} with input_size needs inputs of size {list(self.input_size)}",
                 describe(x),
-                "Resize the input, or build the layer with that input_size (or with gain_shape='channel' and none).",
+                "Resize the input, or build the layer with that input_size (or with none and gain_shape='channel').",
             )
         return x
 
@@ -518,17 +515,17 @@ class Conv2d(NormalisedLayer, nn.Conv2d):
 
 
 def _torchs_eps(layer: LayerNorm | NormalisedLayer) -> bool:
-    """Whether eps is used as torch's own layer norm uses it."""
+    """Return whether eps has the same meaning as in torch's layer norm."""
     return layer.eps_mode == "var" and layer.eps > 0
 
 
 def _normal(like: Tensor) -> Tensor:
-    """Fresh normal draws. Not randn_like: torch.compile (2.13) merges two of those into one, and xi_mu = xi_sigma."""
+    """Draw normal noise, without randn_like: torch.compile (2.13) merges two such calls, so that xi_mu = xi_sigma."""
     return torch.randn(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _per_unit(parameter: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    """A parameter of each unit, [C] spread over the positions of ``shape`` [C, *positions]."""
+    """Expand a per-channel parameter [C] to ``shape`` [C, *positions]; return other parameters unchanged."""
     if parameter is None or parameter.dim() == len(shape):
         return parameter
     return parameter.reshape(-1, *[1] * (len(shape) - 1)).expand(shape)
@@ -555,7 +552,7 @@ def _layer_norm_request(like: Tensor | None, eps: float, eps_mode: str) -> Reque
     return Request("layer_norm", like.device, like.dtype, eps, eps_mode)
 
 
-def _shown(layer: nn.Module, usual: Mapping[str, object]) -> str:
-    """The options of a layer that differ from the usual ones, for its repr."""
-    chosen = {name: getattr(layer, name) for name in usual}
-    return "".join(f", {name}={value!r}" for name, value in chosen.items() if value != usual[name])
+def _shown(layer: nn.Module, defaults: Mapping[str, object]) -> str:
+    """Format the options of a layer that differ from their defaults, for its repr."""
+    values = {name: getattr(layer, name) for name in defaults}
+    return "".join(f", {name}={value!r}" for name, value in values.items() if value != defaults[name])
