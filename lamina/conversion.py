@@ -1,4 +1,4 @@
-"""Swap every torch.nn recurrence and LayerNorm inside a model for lamina's, weights and hooks kept."""
+"""Replacement of every torch.nn recurrence and LayerNorm in a model by lamina's, with weights and hooks kept."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ Selection = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 @dataclass(frozen=True)
 class Change:
-    """One module that was replaced: its path and what stood and stands there, as text."""
+    """Record of one replaced module: its path and the reprs before and after."""
 
     path: str
     before: str
     after: str
     shared: tuple[str, ...] = ()  # further paths to the same module
-    added: tuple[str, ...] = ()  # full names of parameters that were not there before: the gains
+    added: tuple[str, ...] = ()  # full names of new parameters: the gains
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """One module that looks convertible and was left alone."""
+    """Record of one module of a convertible type that was not replaced."""
 
     path: str
     kind: str
@@ -52,7 +52,7 @@ class Skipped:
 
 
 class Changes(list[Change]):
-    """What ``convert`` did; ``str`` gives a table. ``skipped`` lists what it left alone and why."""
+    """List of the replaced modules; ``str`` returns a table. ``skipped`` lists the others with reasons."""
 
     def __init__(self, changes: list[Change], skipped: list[Skipped]) -> None:
         super().__init__(changes)
@@ -61,12 +61,12 @@ class Changes(list[Change]):
     def __str__(self) -> str:
         rows = [(_shown_path(c.path, c.shared), c.before, f"-> {c.after}") for c in self]
         text = _table(f"{len(self)} converted", rows)
-        left = [(_shown_path(s.path), s.kind, s.reason) for s in self.skipped]
-        return text + ("\n" + _table(f"{len(left)} left alone", left) if left else "")
+        skipped = [(_shown_path(s.path), s.kind, s.reason) for s in self.skipped]
+        return text + ("\n" + _table(f"{len(skipped)} left alone", skipped) if skipped else "")
 
 
 class Conversion(NamedTuple):
-    """``model, changes = lamina.convert(model)``."""
+    """Result of ``model, changes = lamina.convert(model)``."""
 
     model: nn.Module
     changes: Changes
@@ -84,7 +84,7 @@ def _table(title: str, rows: list[tuple[str, str, str]]) -> str:
 
 @dataclass
 class _Plan:
-    """The replacements of a model's modules, built and not yet put in place."""
+    """Replacements of a model's modules, built but not yet installed."""
 
     replacements: dict[nn.Module, nn.Module] = field(default_factory=dict)
     paths: dict[nn.Module, list[str]] = field(default_factory=dict)
@@ -100,39 +100,39 @@ def convert(
     exclude: Selection = None,
     **options: Any,
 ) -> Conversion:
-    """Replace in place every RNN, LSTM, GRU, their cells and LayerNorm of ``torch.nn`` by lamina's.
+    """Replace every RNN, LSTM, GRU, cell and LayerNorm of ``torch.nn`` in a model by lamina's, in place.
 
-    Parameters stay the same objects, so tied weights and ``requires_grad`` go on as before; devices, dtypes, training
-    flags and hooks stay too. With ``norm=None`` the model computes what it did, to rounding, ``nn.LayerNorm`` included.
-    With a norm it computes another function: convert, then train or fine-tune. Trained weights raise a warning.
+    Parameters stay the same objects, so tied weights and ``requires_grad`` are kept, as are devices, dtypes, training
+    flags and hooks. With ``norm=None`` the model computes the same function up to rounding. With a norm it computes
+    another one: convert first, then train or fine-tune. Converting trained weights to a norm raises a warning.
 
-    The gains of a norm are new parameters (``Change.added``), frozen where all of the module's own were. Make the
-    optimiser after converting, or add them to the one you have::
+    The gains of a norm are new parameters (``Change.added``), frozen if all parameters of the module were. Create the
+    optimiser after converting, or add them to the existing one::
 
         model, changes = lamina.convert(model)
         new = [model.get_parameter(name) for change in changes for name in change.added]
         optimizer.add_param_group({"params": new})
 
     Args:
-        model: any module; where it is itself an LSTM or the like, the returned model is a new object.
+        model: any module. If it is itself an LSTM or another convertible module, the returned model is a new object.
         norm: "layer", "batch", "weight" or None, for the recurrent modules. "weight" keeps the function too.
-        layer_norm: whether to replace ``nn.LayerNorm`` too.
-        include: which modules to replace, by default all: a pattern such as ``"encoder.*"`` for their paths, a list
-            of patterns, or a predicate ``(path, module) -> bool``.
-        exclude: which modules to leave alone, given likewise.
+        layer_norm: replace ``nn.LayerNorm`` too.
+        include: modules to replace, by default all: a pattern for their paths such as ``"encoder.*"``, a list of
+            patterns, or a predicate ``(path, module) -> bool``.
+        exclude: modules to keep, in the same form.
         **options: options of the recurrent modules, such as ``placement``, ``eps``, ``zoneout`` or ``backend``, see
-            ``lamina.LSTM``. An option that does not suit one of the modules is refused before anything is changed.
+            ``lamina.LSTM``. An option that does not fit one of the modules raises before anything is changed.
 
     Returns:
-        (model, changes): ``print(changes)`` shows what was replaced and what was left alone, such as a subclass
-        of nn.LSTM, or an nn.LSTM under weight normalisation.
+        (model, changes): ``print(changes)`` shows which modules were replaced and which were left alone, such as a
+        subclass of nn.LSTM, or an nn.LSTM under weight normalisation.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes a torch.nn.Module, got {describe(model)}. Pass the model itself.")
     one_of("norm", norm, NORMS)
     _check_options(options)
     plan = _plan(model, {"norm": norm, **options}, layer_norm, {"include": include, "exclude": exclude})
-    _warn_of_another_function(plan, {"norm": norm, **options})
+    _warn_if_function_changes(plan, {"norm": norm, **options})
     changes = [_change(plan.paths[old], old, new) for old, new in plan.replacements.items()]
     for old, new in plan.replacements.items():
         _move_hooks(old, new)
@@ -145,17 +145,17 @@ def _check_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name == "forget_bias":
             raise fail(
-                "forget_bias sets a start value, and convert keeps the biases the model has",
+                "convert keeps the biases of the model, so it cannot set forget_bias",
                 f"forget_bias={value!r}",
-                "Drop it; fill the forget quarter of bias_ih yourself if you want it changed.",
+                "Drop it. To change the forget bias, fill the forget quarter of bias_ih after converting.",
             )
         one_of("an option of convert", name, known)
 
 
 def _plan(model: nn.Module, options: dict[str, Any], layer_norm: bool, selections: Mapping[str, Selection]) -> _Plan:
     plan = _Plan(paths=_paths(model))
-    kinds = (*RECURRENT, RecurrentModule, *((nn.LayerNorm, LayerNorm) if layer_norm else ()))
-    candidates = {module: plan.paths[module] for module in model.modules() if isinstance(module, kinds)}
+    types = (*RECURRENT, RecurrentModule, *((nn.LayerNorm, LayerNorm) if layer_norm else ()))
+    candidates = {module: plan.paths[module] for module in model.modules() if isinstance(module, types)}
     for name, selection in selections.items():
         _check_selection(name, selection, [path for paths in candidates.values() for path in paths])
     for module, paths in candidates.items():
@@ -168,7 +168,7 @@ def _plan(model: nn.Module, options: dict[str, Any], layer_norm: bool, selection
 
 
 def _check_selection(name: str, selection: Selection, paths: Sequence[str]) -> None:
-    """Raise unless ``selection`` is a predicate or patterns that each match a module."""
+    """Raise unless ``selection`` is None, a predicate or patterns that each match a module."""
     if isinstance(selection, type) or not (selection is None or callable(selection) or isinstance(selection, Iterable)):
         raise TypeError(
             f"{name} must be a pattern, a list of patterns or a predicate, got {describe(selection)}. "
@@ -177,7 +177,7 @@ def _check_selection(name: str, selection: Selection, paths: Sequence[str]) -> N
     for pattern in _patterns(selection):
         if not any(fnmatchcase(path, pattern) for path in paths):
             known = ", ".join(map(repr, paths[:12])) or "none"
-            raise fail(f"{name} must match a module to convert", repr(pattern), f"Their paths are: {known}.")
+            raise fail(f"{name} must match a module to convert", repr(pattern), f"Choose from these paths: {known}.")
 
 
 def _patterns(selection: Selection) -> Sequence[str]:
@@ -194,12 +194,12 @@ def _matches(selection: Selection, paths: Sequence[str], module: nn.Module) -> b
 
 def _reason_not_chosen(paths: Sequence[str], module: nn.Module, include: Selection, exclude: Selection) -> str | None:
     if include is not None and not _matches(include, paths, module):
-        return "is not among include="
-    return "is among exclude=" if _matches(exclude, paths, module) else None
+        return "does not match include="
+    return "matches exclude=" if _matches(exclude, paths, module) else None
 
 
-def _warn_of_another_function(plan: _Plan, options: Mapping[str, Any]) -> None:
-    """Warn that trained modules will compute something else, before anything is changed."""
+def _warn_if_function_changes(plan: _Plan, options: Mapping[str, Any]) -> None:
+    """Warn, before anything is changed, if trained modules will compute another function."""
     same = options["norm"] is None or (options["norm"] == "weight" and options.get("gain_init") is None)
     if same and not options.get("zoneout"):
         return
@@ -207,14 +207,14 @@ def _warn_of_another_function(plan: _Plan, options: Mapping[str, Any]) -> None:
     if trained:
         warnings.warn(
             f"convert with norm={options['norm']!r} changes what the model computes, and these modules have weights "
-            f"that were trained or set by hand: {', '.join(trained)}. Fine-tune the converted model, with an "
-            "optimiser made after convert, or pass norm=None to keep its function.",
+            f"that were trained or set by hand: {', '.join(trained)}. Fine-tune the converted model with an optimiser "
+            "created after convert, or pass norm=None to keep its function.",
             stacklevel=3,
         )
 
 
 def _trained(module: nn.Module) -> bool:
-    """Whether a weight lies outside the interval from which torch.nn draws fresh ones, +-1/sqrt(hidden_size)."""
+    """Return whether a weight lies outside the interval of torch.nn's initialisation, +-1/sqrt(hidden_size)."""
     if type(module) not in RECURRENT:
         return False
     bound = 1.01 / math.sqrt(module.hidden_size or 1)  # type: ignore[arg-type]  # 1 %: rounding to bfloat16
@@ -223,7 +223,7 @@ def _trained(module: nn.Module) -> bool:
 
 
 def _paths(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Every path at which a parent holds each module; parents by their first path, so cycles do no harm."""
+    """Return all paths of each module; parents count under their first path only, so cycles terminate."""
     paths: dict[nn.Module, list[str]] = {model: [""]}
     for path, parent in model.named_modules():
         for name, child in parent._modules.items():
@@ -233,34 +233,34 @@ def _paths(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _kind(module: nn.Module) -> str:
-    where = type(module).__module__
-    return f"{'nn' if where.startswith('torch.nn.') else where}.{type(module).__qualname__}"
+    home = type(module).__module__
+    return f"{'nn' if home.startswith('torch.nn.') else home}.{type(module).__qualname__}"
 
 
 def _reason_to_skip(module: nn.Module) -> str | None:
     if isinstance(module, (RecurrentModule, LayerNorm)):
-        return "is lamina's already"
+        return "is already a lamina module"
     if parametrize.is_parametrized(module):
         return "has parametrizations; remove them first or use norm='weight' in place of weight norm"
     if type(module) not in RECURRENT and type(module) is not nn.LayerNorm:
         return "is a subclass that may compute something else; convert it by hand"
     if "forward" in vars(module):
-        return "has a forward of its own on the instance"
+        return "has its own forward on the instance"
     return _reason_of_contents(module)
 
 
 def _reason_of_contents(module: nn.Module) -> str | None:
-    """Weight norm, spectral norm and pruning by hooks rename parameters; others may have added their own."""
+    """Return why the parameters prevent conversion: renamed by weight norm, spectral norm or pruning, or added."""
     own = {name for name, parameter in module._parameters.items() if parameter is not None}
-    strange = own ^ _torch_parameters(module)
-    strange |= {name for name, _ in module.named_buffers(recurse=False)} | set(module._modules)
-    if not strange:
+    unexpected = own ^ _torch_parameters(module)
+    unexpected |= {name for name, _ in module.named_buffers(recurse=False)} | set(module._modules)
+    if not unexpected:
         return None
-    return f"its parameters are not those of a plain {type(module).__name__}: {', '.join(sorted(strange))}"
+    return f"its parameters are not those of a plain {type(module).__name__}: {', '.join(sorted(unexpected))}"
 
 
 def _torch_parameters(module: nn.Module) -> set[str]:
-    """The names of the parameters that torch gives to a module of this kind and these options."""
+    """Return the parameter names of a plain torch module of this type and these options."""
     if isinstance(module, nn.LayerNorm):
         return {"weight", *(["bias"] if module.bias is not None else [])} if module.elementwise_affine else set()
     if isinstance(module, nn.RNNBase):
@@ -271,8 +271,8 @@ def _torch_parameters(module: nn.Module) -> set[str]:
 def _replacement(module: nn.Module, options: dict[str, Any]) -> nn.Module:
     like = next(module.parameters(), None)
     factory: dict[str, Any] = {} if like is None else {"device": like.device, "dtype": like.dtype}
-    with _undisturbed(like), warnings.catch_warnings():
-        # nn.LSTM has said so already.
+    with _kept_random_state(like), warnings.catch_warnings():
+        # nn.LSTM has already given this warning.
         warnings.filterwarnings("ignore", message="dropout acts between recurrent layers")
         if isinstance(module, nn.LayerNorm):
             new: nn.Module = LayerNorm(**_layer_norm_arguments(module), **factory)
@@ -281,13 +281,13 @@ def _replacement(module: nn.Module, options: dict[str, Any]) -> nn.Module:
     for name, parameter in module._parameters.items():
         if parameter is not None:
             setattr(new, name, parameter)
-    _settle_added(new, module)
+    _initialise_added(new, module)
     _copy_attributes(module, new)
     return new.train(module.training)
 
 
-def _undisturbed(like: torch.Tensor | None) -> AbstractContextManager[None]:
-    """Start values are drawn and thrown away: leave the user's random numbers as they were."""
+def _kept_random_state(like: torch.Tensor | None) -> AbstractContextManager[None]:
+    """Keep the user's random state: constructors draw initial values that are then discarded."""
     return torch.random.fork_rng(devices=[like.device] if like is not None and like.is_cuda else [])
 
 
@@ -308,7 +308,7 @@ def _recurrent_arguments(module: nn.Module) -> dict[str, Any]:
         names.append("proj_size")
     if isinstance(module, (nn.RNN, nn.RNNCell)):
         names.append("nonlinearity")
-    flags = ("bias", "batch_first", "bidirectional")  # torch takes any value for some of them
+    flags = ("bias", "batch_first", "bidirectional")  # torch does not check the type of some of them
     return {name: bool(getattr(module, name)) if name in flags else getattr(module, name) for name in names}
 
 
@@ -316,8 +316,8 @@ def _added(new: nn.Module, old: nn.Module) -> list[str]:
     return [name for name, _ in new.named_parameters() if name not in old._parameters]
 
 
-def _settle_added(new: nn.Module, old: nn.Module) -> None:
-    """Weight norm's gains start at the row norms of the kept weights; the gains of a frozen module are frozen."""
+def _initialise_added(new: nn.Module, old: nn.Module) -> None:
+    """Set weight norm's gains to the row norms of the kept weights, and freeze the gains of a frozen module."""
     frozen = not any(parameter.requires_grad for parameter in old.parameters())
     follow_weights = isinstance(new, RecurrentModule) and new.norm == "weight" and new.options.gain_init is None
     for name in _added(new, old):
@@ -328,24 +328,24 @@ def _settle_added(new: nn.Module, old: nn.Module) -> None:
 
 
 def _copy_attributes(old: nn.Module, new: nn.Module) -> None:
-    """Attributes that the user hung on the module, which the code around it may read."""
-    blank = type(old)(1, device="meta") if isinstance(old, nn.LayerNorm) else type(old)(1, 1, device="meta")
+    """Copy attributes that the user added to the module, since other code may read them."""
+    plain = type(old)(1, device="meta") if isinstance(old, nn.LayerNorm) else type(old)(1, 1, device="meta")
     for name, value in vars(old).items():
-        if name not in vars(blank) and not hasattr(new, name):
+        if name not in vars(plain) and not hasattr(new, name):
             setattr(new, name, value)
 
 
 def _move_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Hand over the very dictionaries: the handles that remove hooks hold references to them."""
-    for name, kept in vars(old).items():
+    """Move the same dict objects, because the handles that remove hooks hold references to them."""
+    for name, hooks in vars(old).items():
         if "_hook" not in name:
             continue
-        if isinstance(kept, dict):
-            kept.update(vars(new)[name])
-        vars(new)[name] = kept
+        if isinstance(hooks, dict):
+            hooks.update(vars(new)[name])
+        vars(new)[name] = hooks
     for hook in vars(new)["_load_state_dict_pre_hooks"].values():
         if getattr(hook, "with_module", False):
-            hook.module = weakref.ref(new)  # such a hook holds the module it was registered on, and that one goes
+            hook.module = weakref.ref(new)  # it refers to the module it was registered on, which is replaced
 
 
 def _swap(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
@@ -356,7 +356,7 @@ def _swap(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None
 
 
 def _change(paths: list[str], old: nn.Module, new: nn.Module) -> Change:
-    before, after = (f"{where}.{type(m).__name__}({m.extra_repr()})" for where, m in (("nn", old), ("lamina", new)))
+    before, after = (f"{package}.{type(m).__name__}({m.extra_repr()})" for package, m in (("nn", old), ("lamina", new)))
     path, *shared = paths
     added = tuple(f"{path}.{name}" if path else name for name in _added(new, old))
     return Change(path, before, after, tuple(shared), added)

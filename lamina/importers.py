@@ -1,7 +1,7 @@
-"""Weights trained with other layer-normalised recurrences, brought in without changing a number.
+"""Import of weights trained with other layer-normalised recurrences, bit for bit.
 
-Every source below computes one of the rows of ``lamina.placements``; what differs is names, the order of the
-gates, transposed matrices and epsilon. ``import_weights`` undoes those differences and hands back a layer.
+Each source below computes one row of ``lamina.placements``. The sources differ in names, gate order, transposed
+matrices and epsilon. ``import_weights`` converts these differences and returns a lamina layer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .recurrent import GRU, LSTM
 ONE_CELL = re.compile(r"()()(.+)")
 NUMBERED = re.compile(r"(?:(\d+)\.)?()(.+)")
 FASTRNNS = re.compile(r"(?:layers\.(\d+)\.)?(?:directions\.([01])\.)?(?:cell\.)?(.+)")
-# The last part of a Keras name, with its norm's name where it has one: "kernel", "kernel_norm/gamma".
+# The last part of a Keras name, including the name of its norm if any: "kernel", "kernel_norm/gamma".
 KERAS = re.compile(r"()()(?:.*?[/.])??((?:(?:kernel|recurrent|state)_norm[/.])?[^/.:]+)(?::\d+)?")
 
-# What get_weights() gives: a layer's own variables first, then those of its sublayers.
+# Order of get_weights(): a layer's own variables first, then those of its sublayers.
 KERAS_ORDER = (
     "kernel", "recurrent_kernel", "bias",
     "kernel_norm/gamma", "kernel_norm/beta",
@@ -43,12 +43,12 @@ INITIAL_VALUES = ("gain_init", "forget_bias")
 
 @dataclass(frozen=True)
 class _Cell:
-    """One cell under torch's names, in torch's gate order, with the one epsilon that its source has."""
+    """Weights of one cell under torch's names and in torch's gate order, with the epsilon of its source."""
 
     weights: dict[str, Tensor]
     norm: str | None
     placement: str | None
-    eps: float | None  # None: the source has more than one, so the caller must say which
+    eps: float | None  # None if the source uses several values, so that the caller must pass one
 
     @property
     def input_size(self) -> int:
@@ -61,7 +61,7 @@ class _Cell:
 
 @dataclass
 class _Bundle:
-    """The arrays of one cell under its source's names; ``where[name]`` is the key up to that name."""
+    """Arrays of one cell under its source's names; ``where[name]`` is the part of the key before that name."""
 
     source: str
     arrays: dict[str, Tensor] = field(default_factory=dict)
@@ -78,22 +78,22 @@ class _Bundle:
         self.where[name] = key[:start]
 
     def match(self, required: Sequence[str], optional: Sequence[str] = ()) -> None:
-        """Raise unless the names are the required ones and perhaps some of the optional ones."""
-        found = ", ".join(repr(self.where[name] + name) for name in list(self.arrays)[:12]) or "none"
+        """Raise unless all required names are present and all other names are optional ones."""
+        present = ", ".join(repr(self.where[name] + name) for name in list(self.arrays)[:12]) or "none"
         missing = [name for name in required if name not in self.arrays]
         if missing:
             which = f"no {', '.join(map(repr, missing))}" if len(missing) < len(required) else "none of them"
             raise fail(
                 f"{self.source} weights need {', '.join(map(repr, required))}",
-                f"{which} among {found}",
-                "If the keys lie deeper, pass what stands before them as prefix=.",
+                f"{which} among {present}",
+                "If the keys have a common prefix, pass it as prefix=.",
             )
         unknown = [name for name in self.arrays if name not in (*required, *optional)]
         if unknown:
             raise fail(
                 f"{self.source} weights are {', '.join(map(repr, (*required, *optional)))}",
                 f"also {', '.join(repr(self.where[name] + name) for name in unknown)}",
-                "Choose the source these weights come from, or select this cell's keys with prefix=.",
+                "Check source=, or select the keys of this cell with prefix=.",
             )
 
     def matrix(self, name: str) -> tuple[int, int]:
@@ -107,22 +107,22 @@ class _Bundle:
             raise self.wrong_shape(name, str(list(shape)))
         return self.arrays[name]
 
-    def wrong_shape(self, name: str, wanted: str) -> Exception:
+    def wrong_shape(self, name: str, expected: str) -> Exception:
         return fail(
-            f"{self.source} {self.where[name] + name!r} must have shape {wanted} beside the other weights",
+            f"{self.source} {self.where[name] + name!r} must have shape {expected} to fit the other weights",
             describe(self.arrays[name]),
             "Pass the weights of one model, unchanged.",
         )
 
 
 def _reorder(array: Tensor, order: Sequence[int]) -> Tensor:
-    """Blocks of H along the first axis in a new order; ``order[k]`` is the block that becomes block k."""
+    """Reorder blocks of H rows along the first axis; ``order[k]`` is the block that becomes block k."""
     blocks = array.chunk(len(order))
     return torch.cat([blocks[k] for k in order])
 
 
 def _haste_lstm(bundle: _Bundle) -> _Cell:
-    """v = LN(x K) gamma[0] + LN(h R) gamma[1] + bias; h = s(o) tanh(LN(c)); gates i, g, f, o."""
+    """Read v = LN(x K) gamma[0] + LN(h R) gamma[1] + bias; h = s(o) tanh(LN(c)); gates i, g, f, o."""
     bundle.match(("kernel", "recurrent_kernel", "bias", "gamma", "gamma_h", "beta_h"))
     d, h = bundle.matrix("kernel")[0], bundle.matrix("recurrent_kernel")[0]
     order, bias = (0, 2, 1, 3), bundle.take("bias", 4 * h)
@@ -141,7 +141,7 @@ def _haste_lstm(bundle: _Bundle) -> _Cell:
 
 
 def _haste_gru(bundle: _Bundle) -> _Cell:
-    """x = LN(x K) gamma[0] + bias, y = LN(h R) gamma[1] + recurrent_bias; gates z, r, g."""
+    """Read x = LN(x K) gamma[0] + bias, y = LN(h R) gamma[1] + recurrent_bias; gates z, r, g."""
     bundle.match(("kernel", "recurrent_kernel", "bias", "recurrent_bias", "gamma"))
     d, h = bundle.matrix("kernel")[0], bundle.matrix("recurrent_kernel")[0]
     order, gamma = (1, 0, 2), bundle.take("gamma", 2, 3 * h)
@@ -157,7 +157,7 @@ def _haste_gru(bundle: _Bundle) -> _Cell:
 
 
 def _fastrnns(bundle: _Bundle) -> _Cell:
-    """gates = LN(W x) + LN(U h); c = LN(s(f) c' + s(i) tanh(g)) carried; h = s(o) tanh(c)."""
+    """Read gates = LN(W x) + LN(U h); c = LN(s(f) c' + s(i) tanh(g)), carried; h = s(o) tanh(c)."""
     norms = [f"layernorm_{k}.{part}" for k in "ihc" for part in ("weight", "bias")]
     bundle.match(("weight_ih", "weight_hh", *norms))
     d, h = bundle.matrix("weight_ih")[1], bundle.matrix("weight_hh")[1]
@@ -175,7 +175,7 @@ def _fastrnns(bundle: _Bundle) -> _Cell:
 
 
 def _torchaudio(bundle: _Bundle) -> _Cell:
-    """gates = LN(W x + U h), c = LN(s(f) c' + s(i) tanh(g)) carried; without layer norm a plain LSTM."""
+    """Read gates = LN(W x + U h); c = LN(s(f) c' + s(i) tanh(g)), carried; or a plain LSTM without layer norm."""
     plain = not any("_norm." in name for name in bundle.arrays)
     norms = [f"{k}_norm.{part}" for k in "gc" for part in ("weight", "bias")]
     bundle.match(("x2g.weight", "p2g.weight", *(["x2g.bias"] if plain else norms)))
@@ -196,7 +196,7 @@ def _torchaudio(bundle: _Bundle) -> _Cell:
 
 
 def _tf_addons(bundle: _Bundle) -> _Cell:
-    """gates = LN(x K) + LN(h R) + bias; c = LN(s(f) c' + s(i) tanh(g)) carried; gates i, f, c, o."""
+    """Read gates = LN(x K) + LN(h R) + bias; c = LN(s(f) c' + s(i) tanh(g)), carried; gates i, f, c, o."""
     _check_keras_paths(bundle)
     bundle.match(tuple(name for name in KERAS_ORDER if name != "bias"), ("bias",))
     d, h = bundle.matrix("kernel")[0], bundle.matrix("recurrent_kernel")[0]
@@ -217,7 +217,7 @@ def _tf_addons(bundle: _Bundle) -> _Cell:
 
 
 def _check_keras_paths(bundle: _Bundle) -> None:
-    """Keras names are read by their last part, so make sure that they come from one and the same cell."""
+    """Raise unless all keys come from one cell, since Keras names are identified by their last part only."""
     for names in (KERAS_ORDER[:3], KERAS_ORDER[3:]):
         paths = {bundle.where[name] for name in names if name in bundle.arrays}
         if len(paths) > 1:
@@ -228,7 +228,7 @@ def _check_keras_paths(bundle: _Bundle) -> None:
             )
     if "gamma" in bundle.arrays or "beta" in bundle.arrays:
         raise fail(
-            "a tf_addons gamma or beta must say which norm it belongs to",
+            "the key of a tf_addons gamma or beta must say which norm it belongs to",
             ", ".join(repr(bundle.where[name] + name) for name in ("gamma", "beta") if name in bundle.arrays),
             "Name it kernel_norm/gamma, recurrent_norm/gamma, ..., or pass the list cell.get_weights().",
         )
@@ -245,7 +245,7 @@ def _sheeprl(bundle: _Bundle) -> _Cell:
 
 
 def _joint_gru(bundle: _Bundle, linear: str, norm: str, eps: float | None, *, hidden_first: bool) -> _Cell:
-    """[reset, cand, update] = LN(W [x; h]); h = u tanh(s(reset) cand) + (1 - u) h, u = s(update - 1)."""
+    """Read [reset, cand, update] = LN(W [x; h]); h = u tanh(s(reset) cand) + (1 - u) h, u = s(update - 1)."""
     bundle.match((f"{linear}.weight", f"{norm}.weight", f"{norm}.bias"), (f"{linear}.bias",))
     rows, columns = bundle.matrix(f"{linear}.weight")
     h = rows // 3
@@ -253,7 +253,7 @@ def _joint_gru(bundle: _Bundle, linear: str, norm: str, eps: float | None, *, hi
     if columns <= h:
         raise bundle.wrong_shape(f"{linear}.weight", "[3H, D + H] with D > 0")
     if f"{linear}.bias" in bundle.arrays:
-        _check_harmless(f"{bundle.source} {linear}.bias", bundle.take(f"{linear}.bias", 3 * h))
+        _check_cancels(f"{bundle.source} {linear}.bias", bundle.take(f"{linear}.bias", 3 * h))
     of_hidden, of_input = (weight[:, :h], weight[:, h:]) if hidden_first else (weight[:, -h:], weight[:, :-h])
     order, bias = (0, 2, 1), bundle.take(f"{norm}.bias", 3 * h)
     weights = {
@@ -266,14 +266,14 @@ def _joint_gru(bundle: _Bundle, linear: str, norm: str, eps: float | None, *, hi
     return _Cell(weights, "layer", "joint", eps)
 
 
-def _check_harmless(what: str, bias: Tensor) -> None:
-    """A bias inside a norm shifts mean and values alike: one number for all entries cancels, others do not."""
+def _check_cancels(what: str, bias: Tensor) -> None:
+    """Raise unless all entries of a bias inside a norm are equal: then they shift the mean too and cancel."""
     if bool((bias != bias[0]).any()):
         low, high = bias.min().item(), bias.max().item()
         raise fail(
-            f"{what} stands inside the norm, where lamina has none, so its entries must all be equal",
+            f"{what} is inside the norm, where lamina has no bias, so all its entries must be equal",
             f"values from {low:.4g} to {high:.4g}",
-            "Only weights trained with bias=False in that layer can be taken over.",
+            "Import weights that were trained with bias=False in that layer.",
         )
 
 
@@ -281,10 +281,10 @@ def _check_harmless(what: str, bias: Tensor) -> None:
 class _Source:
     layer: type[nn.Module]
     cell: type[nn.Module]
-    as_layer: bool  # what it gives when the caller does not say
+    as_layer: bool  # default of import_weights' as_layer
     read: Callable[[_Bundle], _Cell]
-    key: re.Pattern[str] = ONE_CELL  # layer number, direction, name
-    eps: str = ""  # how to find the source's epsilon where there is more than one
+    key: re.Pattern[str] = ONE_CELL  # groups: layer number, direction, name
+    eps: str = ""  # remedy shown if the source uses several epsilons
 
 
 SOURCES = {
@@ -316,7 +316,7 @@ def import_weights(
     as_layer: bool | None = None,
     **layer_options: Any,
 ) -> nn.Module:
-    """A lamina layer or cell that computes what the model these weights come from computes.
+    """Build a lamina layer or cell that computes the same function as the model the weights come from.
 
     ===============  ==================================================  =====================  ========
     source           weights of                                          result                 eps
@@ -332,56 +332,56 @@ def import_weights(
     ``sheeprl``      sheeprl ``LayerNormGRUCell``                        GRUCell, ``"joint"``   required
     ===============  ==================================================  =====================  ========
 
-    The numbers are copied; the dtype is theirs. Where a source has one bias for a sum it becomes ``bias_ih``
-    and ``bias_hh`` is zero. Nothing is built unless every key is known, present and of the right shape.
+    The values are copied and keep their dtype. A single bias of a sum becomes ``bias_ih``, and ``bias_hh`` is zero.
+    The call raises unless every key is known, present and of the right shape.
 
     Args:
         weights: a ``state_dict`` or another mapping from names to tensors or arrays; for ``tf_addons`` also the
-            list that Keras' ``get_weights()`` gives.
-        source: which program the weights come from, a name of the table.
-        prefix: take the keys under this prefix and ignore all others, e.g. ``"predictor.lstm_layers."``.
-        eps: epsilon of the norms. A state_dict does not hold it, so it is required for every source that has more
-            than one, such as torchaudio: 1e-3 in ``emformer_rnnt_base``, 1e-5 by default.
-            [1]: 1e-3 under the names ``layers.GRU_linear``, ``layers.GRU_norm``; required under ``_layer``, ``_norm``.
-        as_layer: True for a layer over whole sequences, False for a cell of one step; by default as in the table.
+            list that Keras' ``get_weights()`` returns.
+        source: origin of the weights, a name in the table.
+        prefix: use the keys under this prefix and ignore all others, e.g. ``"predictor.lstm_layers."``.
+        eps: epsilon of the norms. A state_dict does not contain it, so it is required for every source that uses
+            several values, such as torchaudio: 1e-3 in ``emformer_rnnt_base``, 1e-5 by default.
+            [1]: 1e-3 for keys ``layers.GRU_linear``, ``layers.GRU_norm``; required for ``_layer``, ``_norm``.
+        as_layer: True for a layer over whole sequences, False for a cell; the default is in the table.
         **layer_options: further options of the result, such as ``batch_first``, ``zoneout`` or ``device``.
     """
     one_of("source", source, SOURCES)
-    kind = SOURCES[source]
+    origin = SOURCES[source]
     cells = _read_cells(source, _select(weights, source, prefix))
     layers, directions = _check_stack(source, cells)
-    layer = kind.as_layer if as_layer is None else as_layer
+    layer = origin.as_layer if as_layer is None else as_layer
     if not layer and len(cells) > 1:
         raise fail("a cell takes one layer in one direction", f"{len(cells)} cells", "Pass as_layer=True.")
-    built = kind.layer if layer else kind.cell
-    _check_options(built, layer_options)
+    module_type = origin.layer if layer else origin.cell
+    _check_options(module_type, layer_options)
     options = {**_norm_options(source, cells[0, 0], eps), **layer_options}
     if layer:
         options.update(num_layers=layers, bidirectional=directions == 2)
-    return _build(built, cells, layer, options)
+    return _build(module_type, cells, layer, options)
 
 
 def _select(weights: Mapping[str, Any] | Sequence[Any], source: str, prefix: str) -> dict[str, Tensor]:
-    """The arrays under ``prefix`` as tensors, by what follows the prefix in their names."""
+    """Return the arrays under ``prefix`` as tensors, with the prefix removed from their names."""
     if not isinstance(weights, Mapping):
         weights = _keras_list(weights, source)
     if prefix and prefix[-1] not in "./":
         prefix += "/" if any(str(key).startswith(f"{prefix}/") for key in weights) else "."
     named = {str(key): value for key, value in weights.items()}
-    found = {key[len(prefix) :]: value for key, value in named.items() if key.startswith(prefix)}
+    selected = {key[len(prefix) :]: value for key, value in named.items() if key.startswith(prefix)}
     if not weights:
         raise fail(f"{source} weights must hold the arrays of a cell", "an empty mapping", "Pass the state_dict.")
-    if not found:
+    if not selected:
         some = ", ".join(map(repr, list(weights)[:6]))
-        raise fail(f"keys must begin with prefix={prefix!r}", some, "Pass the part that stands before the names.")
-    return {key: _tensor(prefix + key, value) for key, value in found.items()}
+        raise fail(f"keys must begin with prefix={prefix!r}", some, "Pass the part of the keys before the names.")
+    return {key: _tensor(prefix + key, value) for key, value in selected.items()}
 
 
 def _keras_list(weights: Sequence[Any], source: str) -> dict[str, Any]:
     if source != "tf_addons" or not isinstance(weights, (list, tuple)):
-        what = "a mapping of names to arrays" + (" or a list of arrays" if source == "tf_addons" else "")
+        expected = "a mapping of names to arrays" + (" or a list of arrays" if source == "tf_addons" else "")
         remedy = "Pass its state_dict()." if isinstance(weights, nn.Module) else "Pass a state_dict."
-        raise TypeError(f"{source} weights must be {what}, got {type(weights).__name__}. {remedy}")
+        raise TypeError(f"{source} weights must be {expected}, got {type(weights).__name__}. {remedy}")
     names = [name for name in KERAS_ORDER if name != "bias" or len(weights) == len(KERAS_ORDER)]
     if len(weights) != len(names):
         raise fail(
@@ -405,12 +405,12 @@ def _from_array(key: str, value: Any) -> Tensor:
         raise TypeError(
             f"{key!r} must be a tensor or an array of numbers, got {type(value).__name__}. Convert it first."
         )
-    # A copy, for the array may be read-only; in this machine's byte order, for files may hold the other.
+    # Copy, because the array may be read-only; convert to native byte order, because files may use the other one.
     return torch.tensor(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
 
 
 def _read_cells(source: str, arrays: dict[str, Tensor]) -> dict[tuple[int, int], _Cell]:
-    """The cells by layer and direction."""
+    """Return the cells by layer and direction."""
     bundles: dict[tuple[int, int], _Bundle] = {}
     for key, array in arrays.items():
         match = SOURCES[source].key.fullmatch(key)
@@ -423,11 +423,11 @@ def _read_cells(source: str, arrays: dict[str, Tensor]) -> dict[tuple[int, int],
 
 
 def _check_stack(source: str, cells: Mapping[tuple[int, int], _Cell]) -> tuple[int, int]:
-    """Numbers of layers and directions of cells that fit on top of each other."""
+    """Return the numbers of layers and directions; raise unless the cells form a complete stack."""
     layers, directions = 1 + max(k for k, _ in cells), 1 + max(d for _, d in cells)
-    wanted = {(k, d) for k in range(layers) for d in range(directions)}
-    if set(cells) != wanted:
-        names = [f"layer {k}, direction {d}" for k, d in sorted(wanted - set(cells))]
+    expected = {(k, d) for k in range(layers) for d in range(directions)}
+    if set(cells) != expected:
+        names = [f"layer {k}, direction {d}" for k, d in sorted(expected - set(cells))]
         raise fail(f"{source} layers must be complete", f"no {'; '.join(names[:4])}", "Pass the whole state_dict.")
     first = cells[0, 0]
     for (k, _), cell in cells.items():
@@ -436,7 +436,7 @@ def _check_stack(source: str, cells: Mapping[tuple[int, int], _Cell]) -> tuple[i
             raise fail(
                 f"{source} layer {k} must have input {inputs}, hidden {first.hidden_size}, norm {first.norm!r}",
                 f"input {cell.input_size}, hidden {cell.hidden_size}, norm {cell.norm!r}",
-                "A lamina layer has one hidden size: import such layers one by one with prefix=.",
+                "A lamina layer has one hidden size. Import such layers one by one with prefix=.",
             )
     return layers, directions
 
@@ -448,27 +448,27 @@ def _norm_options(source: str, cell: _Cell, eps: float | None) -> dict[str, Any]
         return {"norm": None}
     if eps is None and cell.eps is None:
         raise fail(
-            f"{source} weights need eps=, because their source is in use with more than one and does not store it",
+            f"{source} weights need eps=, because models of this source use different values and do not store them",
             "eps=None",
             SOURCES[source].eps,
         )
-    known = cell.eps if eps is None else epsilon(eps)
-    return {"norm": cell.norm, "placement": cell.placement, "eps": known}
+    value = cell.eps if eps is None else epsilon(eps)
+    return {"norm": cell.norm, "placement": cell.placement, "eps": value}
 
 
-def _check_options(built: type[nn.Module], given: Mapping[str, Any]) -> None:
-    """Raise unless the caller may choose these options, and the weights do not decide them."""
-    known = inspect.signature(built).parameters
-    reasons = dict.fromkeys(FIXED_BY_SOURCE, "is decided by the weights")
-    reasons |= dict.fromkeys(INITIAL_VALUES, "sets start values, which the weights replace")
-    for name, value in given.items():
+def _check_options(module_type: type[nn.Module], options: Mapping[str, Any]) -> None:
+    """Raise if an option is unknown or determined by the weights."""
+    known = inspect.signature(module_type).parameters
+    reasons = dict.fromkeys(FIXED_BY_SOURCE, "is determined by the weights")
+    reasons |= dict.fromkeys(INITIAL_VALUES, "sets initial values, which the weights replace")
+    for name, value in options.items():
         if name in reasons:
             raise fail(f"{name} {reasons[name]}", f"{name}={value!r}", f"Drop {name}=.")
-        one_of(f"an option of {built.__name__}", name, [k for k in known if k not in reasons])
+        one_of(f"an option of {module_type.__name__}", name, [k for k in known if k not in reasons])
 
 
 def _build(
-    built: type[nn.Module], cells: Mapping[tuple[int, int], _Cell], layer: bool, options: dict[str, Any]
+    module_type: type[nn.Module], cells: Mapping[tuple[int, int], _Cell], layer: bool, options: dict[str, Any]
 ) -> nn.Module:
     named = {
         name + (f"_l{k}{'_reverse' if d else ''}" if layer else ""): tensor
@@ -477,9 +477,9 @@ def _build(
     }
     first = cells[0, 0]
     device = torch.device(options.pop("device", None) or first.weights["weight_ih"].device)
-    # Start values are drawn and thrown away: leave the user's random numbers as they were.
+    # The constructor draws values that are discarded, so keep the user's random state unchanged.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        module = built(first.input_size, first.hidden_size, device=device, dtype=_one_dtype(named), **options)
+        module = module_type(first.input_size, first.hidden_size, device=device, dtype=_one_dtype(named), **options)
     with torch.no_grad():
         for name, tensor in named.items():
             module.get_parameter(name).copy_(tensor)

@@ -177,7 +177,7 @@ def test_a_trained_module_warns_before_anything_is_changed(kind: str) -> None:
         convert(trained(copy.deepcopy(model), x), "batch")
     assert caught[0].filename == __file__
     trained(model, x)
-    with pytest.raises(UserWarning, match="optimiser made after convert"):  # the filter makes an error of it
+    with pytest.raises(UserWarning, match="optimiser created after convert"):  # the filter makes an error of it
         convert(model)
     assert type(model[0]).__module__.startswith("torch.nn")
     expected = tensors(model(x))
@@ -236,7 +236,7 @@ def test_again_changes_nothing() -> None:
     modules = list(model.modules())
     _, again = convert(model)
     assert len(again) == 0
-    assert {s.reason for s in again.skipped} == {"is lamina's already"}
+    assert {s.reason for s in again.skipped} == {"is already a lamina module"}
     assert [s.path for s in again.skipped] == [c.path for c in changes]
     assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
 
@@ -453,7 +453,7 @@ def skipped_models() -> dict[str, tuple[nn.Module, str]]:
         "weight_norm": (parametrizations.weight_norm(nn.LSTM(3, 5), "weight_hh_l0"), "has parametrizations"),
         "hook_norm": (nn.utils.spectral_norm(nn.LSTMCell(3, 5), "weight_hh"), "weight_hh, weight_hh_orig"),
         "pruned": (pruned, "not those of a plain LSTM: weight_hh_l0, weight_hh_l0_mask, weight_hh_l0_orig"),
-        "forward": (replaced, "has a forward of its own on the instance"),
+        "forward": (replaced, "has its own forward on the instance"),
         "child": (crowded, "not those of a plain GRU: extra"),
         "buffer": (buffered, "not those of a plain GRUCell: mean"),
         "layer_norm": (type("MyNorm", (nn.LayerNorm,), {})(5), "is a subclass"),

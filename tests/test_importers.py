@@ -507,9 +507,9 @@ def test_options_reach_the_layer() -> None:
 
 def test_options_that_are_not_the_callers() -> None:
     w = haste_lstm_weights(3, 5)
-    with pytest.raises(InputError, match="placement is decided by the weights, got placement='joint'"):
+    with pytest.raises(InputError, match="placement is determined by the weights, got placement='joint'"):
         import_weights(w, "haste_lstm", placement="joint")
-    with pytest.raises(InputError, match="forget_bias sets start values, which the weights replace"):
+    with pytest.raises(InputError, match="forget_bias sets initial values, which the weights replace"):
         import_weights(w, "haste_lstm", forget_bias=1.0)
     with pytest.raises(InputError, match=r"an option of LSTM.*Did you mean 'batch_first'"):
         import_weights(w, "haste_lstm", batchfirst=True)
