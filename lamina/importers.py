@@ -1,7 +1,7 @@
-"""Import of weights trained with other layer-normalised recurrences, bit for bit.
+"""Import of weights trained with other layer-normalised recurrences.
 
 Each source below computes one row of ``lamina.placements``. The sources differ in names, gate order, transposed
-matrices and epsilon. ``import_weights`` converts these differences and returns a lamina layer.
+matrices and epsilon. ``import_weights`` removes these differences and returns a lamina layer.
 """
 
 from __future__ import annotations

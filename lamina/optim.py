@@ -1,4 +1,4 @@
-"""Adam as published and as the authors ran it, and gradient clipping; both may sit inside a CUDA graph."""
+"""Adam as published and as in the authors' code, and gradient clipping; CUDA graphs can capture both."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .errors import one_of
 
 
 class Adam(torch.optim.Adam):
-    """Adam. ``bias_correction="correct"`` is torch's (Kingma and Ba's algorithm 1); ``"kiros"`` the authors' own.
+    """Adam with torch's ``bias_correction="correct"`` (Kingma and Ba's algorithm 1) or the authors' ``"kiros"``.
 
-    The code behind order embeddings and skip-thoughts corrects by 0.1^t and 0.001^t where the algorithm has 0.9^t
-    and 0.999^t, which is next to no correction after the first update: the first few hundred updates are 2 to 6.5
-    times as long.
+    The code of order embeddings and skip-thoughts corrects by 0.1^t and 0.001^t where the algorithm has 0.9^t and
+    0.999^t. This is almost no correction after the first update, so the first few hundred updates are 2 to 6.5 times
+    as long.
     """
 
     def __init__(
@@ -29,16 +29,16 @@ class Adam(torch.optim.Adam):
         bias_correction: str = "correct",
     ) -> None:
         one_of("bias_correction", bias_correction, ("correct", "kiros"))
-        held = list(params)
-        tensors = [p for item in held for p in (item["params"] if isinstance(item, dict) else [item])]
+        groups = list(params)
+        tensors = [p for item in groups for p in (item["params"] if isinstance(item, dict) else [item])]
         cuda = bool(tensors) and all(p.is_cuda for p in tensors)
-        super().__init__(held, lr, betas, eps, fused=True, capturable=cuda)
+        super().__init__(groups, lr, betas, eps, fused=True, capturable=cuda)
         self.bias_correction = bias_correction
         if bias_correction == "kiros":
-            self._step_supports_amp_scaling = False  # that is torch's fused step, which ours is not: unscale before it
+            self._step_supports_amp_scaling = False  # unlike torch's fused step, this one needs unscaled gradients
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; moments take their parameter's strides, which a fused step counts on and a file does not keep."""
+        """Load as torch does, but give moments the strides of their parameters, which the fused step requires."""
         super().load_state_dict(state_dict)
         for p, state in self.state.items():
             for name in ("exp_avg", "exp_avg_sq"):
@@ -46,7 +46,7 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         if self.bias_correction == "correct":
             return super().step(closure)  # type: ignore[no-any-return]
         loss: float | None = None
@@ -54,11 +54,11 @@ class Adam(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._miscorrected(group)
+            self._kiros_update(group)
         return loss
 
-    def _miscorrected(self, group: dict[str, Any]) -> None:
-        """p -= lr sqrt(1 - 0.001^t)/(1 - 0.1^t) m/(sqrt(v) + eps), with 1 - beta where the algorithm has beta."""
+    def _kiros_update(self, group: dict[str, Any]) -> None:
+        """Apply p -= lr sqrt(1 - 0.001^t)/(1 - 0.1^t) m/(sqrt(v) + eps), 1 - beta in place of beta."""
         beta1, beta2 = group["betas"]
         for p in group["params"]:
             if p.grad is None:
@@ -81,10 +81,10 @@ class Adam(torch.optim.Adam):
 
 @torch.no_grad()
 def clip_gradients(parameters: Sequence[Tensor], limit: float, by: str = "global", members: int = 0) -> None:
-    """Scale gradients so that their norm is at most ``limit``: of all together ("global"), or of each tensor.
+    """Scale gradients so that their norm is at most ``limit``, jointly ("global") or per tensor.
 
-    members: parameters carry a leading axis of that many stacked models, each clipped on its own. No value is read
-    on the host, so the call may be captured in a CUDA graph.
+    members: number of stacked models on the leading axis of the parameters, each clipped separately. No value is
+    read on the host, so a CUDA graph can capture the call.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norms = [_norms(g, members) for g in gradients]
@@ -96,6 +96,6 @@ def clip_gradients(parameters: Sequence[Tensor], limit: float, by: str = "global
 
 
 def _norms(gradient: Tensor, members: int) -> Tensor:
-    """Norms [members], or [1] of a model that is not stacked."""
+    """Return the norms [members], or [1] for a model that is not stacked."""
     norms: Tensor = torch.linalg.vector_norm(gradient.reshape(members or 1, -1), dim=1)
     return norms

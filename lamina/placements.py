@@ -1,13 +1,13 @@
-"""Where the norms sit: every published "layer-normalised" cell as one row of a table.
+"""Placements of the norms: a table with one row for every published "layer-normalised" cell.
 
-A cell forms two products, ``W_x x`` and ``W_h h``, both of ``G*H`` entries (G gates of H units). A norm can
-stand at four sites: ``ih`` (on ``W_x x``), ``hh`` (on ``W_h h``), ``sum`` (on their sum) and ``cell`` (on the
+A cell computes two products, ``W_x x`` and ``W_h h``, each with ``G*H`` entries (G gates of H units). Norms are
+possible at four sites: ``ih`` (on ``W_x x``), ``hh`` (on ``W_h h``), ``sum`` (on their sum) and ``cell`` (on the
 LSTM's c). A row lists, for each site, the groups of gates normalised together, in units of H: ``(4,)`` is one
-mean and variance over all 4H entries, ``(1, 1, 1, 1)`` one for each gate, ``()`` no norm.
+mean and variance over all 4H entries, ``(1, 1, 1, 1)`` is one per gate, ``()`` is no norm.
 
-Gate order is torch's: LSTM i, f, g, o; GRU r, z, n. In every placement the torch biases stand after the norm,
-where they are the norm's own biases (beta): ``bias_ih`` after the norm of ``W_x x``, ``bias_hh`` after the norm
-of ``W_h h``, both after the norm of the sum. Gains are ``gain_ih``, ``gain_hh``, ``gain_sum``, ``gain_cell``.
+Gate order is torch's: LSTM i, f, g, o; GRU r, z, n. In every placement the torch biases are added after the norm,
+as the norm's own biases (beta): ``bias_ih`` after the norm of ``W_x x``, ``bias_hh`` after the norm of ``W_h h``,
+both after the norm of the sum. Gains are ``gain_ih``, ``gain_hh``, ``gain_sum``, ``gain_cell``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STATES = {"RNN": 1, "LSTM": 2, "GRU": 1}
 
 @dataclass(frozen=True)
 class Placement:
-    """One way to put norms into a cell."""
+    """Positions of the norms in a cell, one row of the table."""
 
     name: str
     equation: str
@@ -33,15 +33,15 @@ class Placement:
     hh: tuple[int, ...] = ()
     sum: tuple[int, ...] = ()
     cell: tuple[int, ...] = ()
-    carry: bool = False  # the normalised c, not the raw one, goes to the next step
-    dreamer: bool = False  # GRU whose reset gate multiplies the whole candidate and whose update gate is u, bias -1
+    carry: bool = False  # carry the normalised c to the next step, not the raw one
+    dreamer: bool = False  # GRU with the reset gate on the whole candidate and an update gate u with bias -1
 
     def groups(self, site: str) -> tuple[int, ...]:
-        found: tuple[int, ...] = getattr(self, site)
-        return found
+        groups: tuple[int, ...] = getattr(self, site)
+        return groups
 
     def sites(self) -> tuple[str, ...]:
-        """The sites that carry a norm, in a fixed order."""
+        """Return the sites that have a norm, in a fixed order."""
         return tuple(site for site in SITES if self.groups(site))
 
 
@@ -128,12 +128,12 @@ PLACEMENTS: dict[str, dict[str, Placement]] = {
 
 
 def resolve(cell: str, norm: str | None, placement: str | None) -> Placement:
-    """The row of the table that ``norm`` and ``placement`` name for this cell."""
+    """Return the row of the table that ``norm`` and ``placement`` select for this cell."""
     one_of("norm", norm, NORMS)
     if norm in (None, "weight"):
         if placement is not None:
             raise fail(
-                "placement= belongs to norm='layer' and norm='batch' (no norm or weight norm has no place to choose)",
+                "placement= belongs to norm='layer' and norm='batch', because other norms have no placement to choose",
                 f"norm={norm!r}, placement={placement!r}",
                 "Drop placement= or choose norm='layer'.",
             )

@@ -1,4 +1,4 @@
-"""Population statistics of batch-normalised models: exact pooling over a pass, and the modules that take part."""
+"""Exact population statistics of batch-normalised models: pooling over a pass, and the base class of the modules."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Keeper = TypeVar("Keeper", bound="StatisticsModule")
 
 
 class Pool:
-    """Mean and variance of everything merged so far, one row for each time step (one row in all without time).
+    """Mean and variance of all merged batches, one row per time step (a single row without time steps).
 
     Two sets a, b with n = n_a + n_b and d = mean_b - mean_a merge exactly (Chan, Golub, LeVeque 1979):
     mean = mean_a + d n_b/n and M2 = M2_a + M2_b + d^2 n_a n_b/n, M2 being the sum of squared deviations.
-    Averaging the batches' variances instead would lose the spread of their means.
+    Averaging the variances of the batches would ignore the variance of their means.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -31,28 +31,28 @@ class Pool:
         self.batches = torch.zeros(0, dtype=torch.int64, device=device)  # [T]
 
     def merge(self, moments: Moments, counts: Tensor, first: int = 0) -> None:
-        """Take in moments [T, F] of ``counts`` [T] cases each, for the rows from ``first`` on."""
+        """Merge moments [T, F] of ``counts`` [T] cases each into the rows from ``first`` on."""
         last = first + moments.mean.shape[0]
         for name in ("count", "mean", "squares", "batches"):
             setattr(self, name, padded(getattr(self, name), last, 0))
         new = counts.to(torch.float64).reshape(-1, 1)
         seen = new > 0
-        mean, var = (torch.where(seen, m.to(torch.float64), 0.0) for m in moments)  # of 0 cases they may be NaN
-        share = new / (self.count[first:last] + new).clamp(min=1)
-        apart = mean - self.mean[first:last]
-        self.squares[first:last] += var * new + apart.square() * self.count[first:last] * share
-        self.mean[first:last] += apart * share
+        mean, var = (torch.where(seen, m.to(torch.float64), 0.0) for m in moments)  # moments of 0 cases may be NaN
+        fraction = new / (self.count[first:last] + new).clamp(min=1)
+        delta = mean - self.mean[first:last]
+        self.squares[first:last] += var * new + delta.square() * self.count[first:last] * fraction
+        self.mean[first:last] += delta * fraction
         self.count[first:last] += new
         self.batches[first:last] += seen.squeeze(1)
 
     def moments(self) -> Moments:
-        """The pooled mean and variance (divided by n: the pass is the population); (0, 1) where nothing was seen."""
+        """Return pooled mean and variance (divided by n: the pass is the population); (0, 1) in rows without cases."""
         var = torch.where(self.count > 0, self.squares / self.count.clamp(min=1), 1.0)
         return Moments(self.mean, var)
 
 
 def padded(rows: Tensor, length: int, fill: float) -> Tensor:
-    """``rows`` with at least ``length`` rows, the new ones filled with ``fill``."""
+    """Return ``rows`` extended to at least ``length`` rows, with new rows filled with ``fill``."""
     missing = length - rows.shape[0]
     if missing <= 0:
         return rows
@@ -60,13 +60,13 @@ def padded(rows: Tensor, length: int, fill: float) -> Tensor:
 
 
 class StatisticsModule(nn.Module):
-    """A module whose buffers are population statistics that ``population_statistics`` can set."""
+    """Base class of modules whose buffers are population statistics that ``population_statistics`` can set."""
 
     _pools: dict[str, Pool] | None = None
 
     @property
     def collecting(self) -> bool:
-        """True during a pass of ``population_statistics``: normalise by the minibatch, whatever the mode."""
+        """True during a pass of ``population_statistics``, which normalises by the minibatch in either mode."""
         return self._pools is not None
 
     def _collect(self, on: bool) -> None:
@@ -74,15 +74,15 @@ class StatisticsModule(nn.Module):
 
     def _pool(self, name: str, width: int, device: torch.device) -> Pool:
         if self._pools is None:
-            raise RuntimeError("the module is not collecting; run it inside population_statistics.")
+            raise RuntimeError("The module is not collecting statistics. Run it inside population_statistics.")
         return self._pools.setdefault(name, Pool(width, device))
 
     def _adopt(self) -> bool:
-        """Make the pooled statistics the stored ones; False when the pass never reached this module."""
+        """Store the pooled statistics; return False if the pass never reached this module."""
         raise NotImplementedError
 
     def _apply(self: Keeper, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Keeper:
-        """``.half()`` and ``.bfloat16()`` leave statistics in float32: a moving average stalls in fewer bits."""
+        """Keep statistics in float32 under ``.half()`` and ``.bfloat16()``, where a moving average would stall."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
@@ -100,15 +100,15 @@ def population_statistics(
     """Set the population statistics of every ``BatchNorm`` and ``StepStatistics`` in ``model`` by one exact pass.
 
     mu and sigma^2 are those of all cases of the pass together (merged by count in float64), not an average over
-    batches. During the pass the model is in evaluation mode, so that nothing is drawn at random, and each batch
-    norm normalises by the minibatch: layers above one see inputs normalised by the minibatch's statistics, not yet
-    by the population's. Large batches make that difference small.
+    batches. During the pass the model is in evaluation mode, which disables random noise, and each batch norm
+    normalises by the minibatch. The layers above therefore see inputs normalised by the minibatch's statistics, not
+    by the population's; large batches make the difference small.
 
-    batches: what the model is run on; of a tuple or list the first entry, as a data loader gives (input, target).
-    forward: ``forward(model, batch)`` runs the model instead.
+    batches: inputs of the model; of a tuple or list the first entry, as data loaders yield (input, target).
+    forward: ``forward(model, batch)``, called in place of ``model(input)``.
 
-    Gives the number of modules that received statistics. If the pass fails or is empty, statistics stay as they
-    were; modes are restored either way.
+    Returns the number of modules that received statistics. If the pass fails or is empty, the statistics stay
+    unchanged; the modes are restored in any case.
     """
     keepers = [m for m in model.modules() if isinstance(m, StatisticsModule)]
     with _collecting(model, keepers), torch.no_grad(), _uncompiled():
@@ -144,5 +144,5 @@ def _collecting(model: nn.Module, keepers: list[StatisticsModule]) -> Iterator[N
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """Compiled models run eagerly here: pools grow while they are filled. Importing the compiler costs seconds."""
+    """Run compiled models eagerly, because pools grow in the pass; avoid the import of torch's slow compiler."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

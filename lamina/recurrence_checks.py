@@ -108,9 +108,9 @@ def _check_masks(call: Recurrence) -> None:
     for name, mask, shape in zip("hc", call.zoneout, shapes):
         if isinstance(mask, Tensor):
             expected[f"the zoneout mask of {name}"] = (mask, (steps, *shape))
-    for what, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise fail(f"{what} must have shape {list(shape)}", describe(tensor), "Pass one entry for each unit.")
+    for what, (tensor, needed) in expected.items():
+        if tensor is not None and tuple(tensor.shape) != needed:
+            raise fail(f"{what} must have shape {list(needed)}", describe(tensor), "Pass one entry for each unit.")
     on_device = {"lengths": call.lengths, "resets": call.resets, **{k: m for k, (m, _) in expected.items()}}
     for what, tensor in on_device.items():
         if tensor is not None and tensor.device != call.input.device:

@@ -318,7 +318,7 @@ class RecurrentLayer(RecurrentModule):
     def _check_packed(self, packed: PackedSequence, lengths: Any) -> None:
         self._check_input(packed.data)
         if lengths is not None:
-            raise fail("a PackedSequence has its own lengths", "lengths= in addition", "Drop lengths=.")
+            raise fail("a PackedSequence has its own lengths", "lengths= as well", "Drop lengths=.")
         if not readable(packed.batch_sizes):
             return
         total = int(packed.batch_sizes.sum())

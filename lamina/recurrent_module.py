@@ -147,8 +147,8 @@ class RecurrentModule(nn.Module):
         if not rate or not self.training:
             return None
         dtype = statistics_dtype(like.dtype)
-        kept = torch.rand(batch, self.output_size, device=like.device, dtype=dtype) >= rate
-        return kept.to(dtype) / (1 - rate)
+        keep = torch.rand(batch, self.output_size, device=like.device, dtype=dtype) >= rate
+        return keep.to(dtype) / (1 - rate)
 
     def _default_state(self, suffix: str, batch: int) -> GivenState:
         """Return the initial state that applies if the caller passes none."""

@@ -535,7 +535,7 @@ def test_step_statistics_pool_by_the_cases_behind_each_step():
 def test_pooling_steps_without_counts_is_refused_and_leaves_them():
     model = Recurrent()
     before = model.statistics.mean_ih.clone()
-    with pytest.raises(InputError, match="number of cases behind each step"):
+    with pytest.raises(InputError, match="number of cases of each step"):
         population_statistics(
             model.statistics, [0], lambda statistics, _: statistics.observe({"ih": step_moments(2, 3, 0)})
         )
@@ -550,7 +550,7 @@ def test_pooling_steps_without_counts_is_refused_and_leaves_them():
         ({"ih": step_moments(1, 3, 0)}, {}, r"shape \[1, 2\]"),
         ({"ih": Moments(randn(2, 2), randn(1, 2))}, {}, r"shape \[2, 2\]"),
         ({"ih": step_moments(2, 2, 0)}, {"counts": torch.ones(3)}, r"counts must have shape \[2\]"),
-        ({"ih": step_moments(2, 2, 0)}, {"first_step": -1}, "counts from 0"),
+        ({"ih": step_moments(2, 2, 0)}, {"first_step": -1}, "must not be negative"),
     ],
 )
 def test_bad_moments(moments, more, message):
