@@ -1,5 +1,5 @@
-# Two commands do everything on a fresh machine: `make reproduce` (set-up, the paper's comparisons on embedded data,
-# report) and `make test` (set-up, all checks).
+# Each of these sets up what it needs on a fresh machine: `make reproduce` (the paper's comparisons on embedded data, then
+# the report), `make test` and `make test-slow` (all checks).
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -14,18 +14,23 @@ KILLS ?= 100
 
 DATA  ?= $(LAMINA_DATA)
 
-.PHONY: reproduce test test-gpu bench-gpu soak paper results lint types format clean
+.PHONY: reproduce test test-slow test-gpu bench-gpu soak paper results lint types format clean
 
 reproduce: $(STAMP)
 	$(BIN)/lamina reproduce
 
+# Everything that matters: style, types and the quick tests.
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
-# The same tests plus those marked gpu, with the Python at hand: nothing is installed.
+# The tests marked slow: sweeps, kills, browsers, environments made for the wheel, compiled programs.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
+
+# The tests of both tiers plus those marked gpu, with the Python at hand: nothing is installed.
 test-gpu:
 	LAMINA_TEST_DEVICE=cuda PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -n $(WORKERS) --dist worksteal tests
 
@@ -37,7 +42,7 @@ bench-gpu:
 
 # A run killed with SIGKILL at random moments, resumed each time, compared with one that was never touched.
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills --kills $(KILLS) --record results/soak.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.lab.kills --kills $(KILLS) --record results/soak.json
 
 # The experiments at full size on the real data under DATA, on one GPU, with the Python at hand. Stop it and run it
 # again: it goes on.

@@ -80,22 +80,14 @@ class Adam(torch.optim.Adam):
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Sequence[Tensor], limit: float, by: str = "global", members: int = 0) -> None:
+def clip_gradients(parameters: Sequence[Tensor], limit: float, by: str = "global") -> None:
     """Scale gradients so that their norm is at most ``limit``, jointly ("global") or per tensor.
 
-    members: number of stacked models on the leading axis of the parameters, each clipped separately. No value is
-    read on the host, so a CUDA graph can capture the call.
+    No value is read on the host, so a CUDA graph can capture the call.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = [_norms(g, members) for g in gradients]
+    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
     if by == "global" and norms:
-        norms = [torch.linalg.vector_norm(torch.stack(norms), dim=0)] * len(norms)
+        norms = [torch.linalg.vector_norm(torch.stack(norms))] * len(norms)
     for gradient, norm in zip(gradients, norms):
-        scale = (limit / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
-        gradient.mul_(scale.reshape(-1, *[1] * (gradient.dim() - 1)) if members else scale.squeeze(0))
-
-
-def _norms(gradient: Tensor, members: int) -> Tensor:
-    """Return the norms [members], or [1] for a model that is not stacked."""
-    norms: Tensor = torch.linalg.vector_norm(gradient.reshape(members or 1, -1), dim=1)
-    return norms
+        gradient.mul_((limit / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1))

@@ -1,4 +1,4 @@
-"""What the sheet of an experiment is made of: settings, the paper's claims, and how they are judged and drawn.
+"""An experiment on paper: settings, scales, axes, claims, figures and numbers.
 
 A sheet holds no model and imports no torch, so the command line and the report open it at once.
 """
@@ -8,14 +8,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..errors import fail, one_of
-from .results import Results
+from .claims import Claim
+from .results import Metric
 
-MIN_SEEDS = 3  # of each variant before a claim is judged
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 
 
@@ -33,12 +34,24 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+@dataclass(frozen=True)
+class Every:
+    """A length of training: so many updates, or so many epochs."""
+
+    updates: int = 0
+    epochs: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.updates > 0) == (self.epochs > 0) or min(self.updates, self.epochs) < 0:
+            raise fail("a length of training is in updates or in epochs", repr(self), "Give one of them, above 0.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The settings every experiment has; each adds its own."""
 
-    norm: str = option("layer", "normalisation", sweep=True)
     epochs: float = option(60.0, "passes over the training data", above=0)
+    updates: int = option(0, "updates of training in place of --epochs; 0: epochs count", least=0)
     batch_size: int = option(128, "cases in one update, over all processes", sweep=True, least=1)
     lr: float = option(1e-3, "Adam's step size", sweep=True, above=0)
     bias_correction: str = option(
@@ -49,22 +62,40 @@ class Config:
     accumulate: int = option(1, "parts that one update's batch is taken in", least=1)
     precision: str = option("float32", "arithmetic of products", choices=PRECISIONS)
     eval_every: float = option(1.0, "epochs between evaluations", above=0)
+    eval_updates: int = option(0, "updates between evaluations in place of --eval-every; 0: epochs count", least=0)
     log_every: int = option(100, "updates between lines of training loss", least=1)
     checkpoint_every: int = option(1000, "updates between checkpoints", least=1)
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             _check_setting(item, getattr(self, item.name))
-        check_statistics(self, self.accumulate)
+        if self.coupling() and self.batch_size < 2:
+            rule = f"{self.coupling()} need at least two cases in a batch"
+            raise fail(rule, f"--batch-size {self.batch_size}", "Take a larger --batch-size.")
+        check_parts(self, self.accumulate, 1)
+
+    @property
+    def length(self) -> Every:
+        return Every(updates=self.updates) if self.updates else Every(epochs=self.epochs)
+
+    @property
+    def evaluation_interval(self) -> Every:
+        return Every(updates=self.eval_updates) if self.eval_updates else Every(epochs=self.eval_every)
+
+    def coupling(self) -> str:
+        """Return what couples the cases of a batch, in the plural; empty where the loss is a sum over cases."""
+        return ""
 
 
-def check_statistics(config: Config, parts: int) -> None:
-    """Refuse batch norm over one case: its units vary over no cases, so their output is the bias alone."""
-    if config.norm.startswith("batch") and config.batch_size // parts < 2:
-        received = f"--batch-size {config.batch_size}" + (f" in {parts} parts" if parts > 1 else "")
-        raise fail(
-            f"--norm {config.norm} needs at least two cases for its statistics", received, "Take a larger --batch-size."
-        )
+def check_parts(config: Config, accumulate: int, processes: int) -> None:
+    """Refuse to cut a batch into parts where its cases are coupled, or where they do not share it evenly."""
+    parts = accumulate * processes
+    received = f"{config.batch_size} cases in {accumulate} parts on {processes} processes"
+    if parts > 1 and config.coupling():
+        rule = f"a batch stays whole where {config.coupling()} couple its cases: parts would train another function"
+        raise fail(rule, received, "Leave out --accumulate, and use one process.")
+    if config.batch_size % parts:
+        raise fail("--batch-size must divide evenly over processes and --accumulate", received, "Change one of them.")
 
 
 def _check_setting(item: dataclasses.Field[Any], value: Any) -> None:
@@ -83,41 +114,6 @@ def _check_setting(item: dataclasses.Field[Any], value: Any) -> None:
     if (above is not None and value <= above) or (least is not None and value < least):
         rule = f"above {above:g}" if above is not None else f"at least {least:g}"
         raise fail(f"{flag} must be {rule}", repr(value), f"The default is {item.default!r}.")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a claim held on our runs (None: inconclusive, for ``reason``) and the figures that decide it."""
-
-    held: bool | None
-    measured: str
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One statement of the paper and the test it is put to."""
-
-    name: str
-    text: str
-    paper: str
-    judge: Callable[[Results], Verdict]
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A quantity that an experiment evaluates, and which end of it is the good one."""
-
-    name: str
-    label: str
-    better: str = "lower"  # or "higher"
-
-    def is_better(self, value: float, than: float) -> bool:
-        return value > than if self.better == "higher" else value < than
-
-    @property
-    def worst(self) -> float:
-        return -math.inf if self.better == "higher" else math.inf
 
 
 @dataclass(frozen=True)
@@ -166,8 +162,38 @@ class Number:
 
 
 @dataclass(frozen=True)
+class Axis:
+    """A setting that tells variants apart: its values with their names in tables, in order, and the baseline."""
+
+    setting: str
+    labels: Mapping[Any, str]
+    baseline: Any
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One size of an experiment: its settings, the variants that are trained, and how many seeds of each.
+
+    values: several values by setting; every combination is trained, but for those in ``without``.
+    tuned: what was chosen for a variant on other seeds; a row holds the axes' settings and the chosen ones.
+    placebo: the variant that is trained with as many further seeds, to be compared with itself.
+    """
+
+    about: str  # data and time: "real MNIST, 40 minutes on two cores"
+    seeds: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    without: tuple[Mapping[str, Any], ...] = ()
+    tuned: tuple[Mapping[str, Any], ...] = ()
+    placebo: Mapping[str, Any] = field(default_factory=dict)
+
+
+SCALES = ("smoke", "laptop", "paper")
+
+
+@dataclass(frozen=True)
 class Sheet:
-    """Everything about an experiment but the model: ``module`` (in ``lamina.lab.experiments``) holds that."""
+    """Everything about an experiment but the model: ``module`` holds that."""
 
     name: str
     title: str
@@ -175,26 +201,29 @@ class Sheet:
     about: str  # {hidden} and the like stand for settings
     config: type[Config]
     module: str
-    norms: Mapping[str, str]  # setting -> name in tables and legends, in the order they are drawn
+    axes: tuple[Axis, ...]
+    scales: Mapping[str, Scale]
     datasets: tuple[str, ...]
     figures: tuple[Figure, ...]
     numbers: tuple[Number, ...]
     claims: tuple[Claim, ...]
-    headline: str  # the evaluation metric that decides which checkpoint is best
-    metrics: tuple[Metric, ...] = ()  # every metric whose higher values are better, and any that needs a label
-    vary: tuple[str, ...] = ("norm",)  # settings that tell variants apart, in tables and run folders
-    small: Mapping[str, Any] = field(default_factory=dict)  # settings of ``lamina reproduce``
-    small_sweep: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    small_seeds: int = 3
-    stackable: bool = False  # seeds may train together as one stacked model (torch.vmap)
+    headline: Metric  # decides which checkpoint is best
+    metrics: tuple[Metric, ...] = ()
     fixed_shapes: bool = True  # every batch has the shapes of the first, so an update can be captured
+    sampled: bool = False  # the loss draws random numbers
+
+    @property
+    def vary(self) -> tuple[str, ...]:
+        """Return the settings that tell variants apart, in tables and run folders."""
+        return tuple(axis.setting for axis in self.axes)
 
     def metric(self, name: str) -> Metric:
         """Return the metric of this name; one that the experiment does not list is better the lower it is."""
-        return next((metric for metric in self.metrics if metric.name == name), Metric(name, name.replace("_", " ")))
+        known = (self.headline, *self.metrics)
+        return next((metric for metric in known if metric.name == name), Metric(name, name.replace("_", " ")))
 
     def described(self, configs: Iterable[Mapping[str, Any]]) -> str:
-        """``about`` with the settings that these runs had: ``256``, or ``256 or 1000`` where they differ."""
+        """Return ``about`` with the settings of these runs: ``256``, or ``256 or 1000`` where they differ."""
         runs = list(configs)
         names = [name for _, name, _, _ in string.Formatter().parse(self.about) if name]
         told = {name: dict.fromkeys(_in_words(run[name]) for run in runs if name in run) for name in names}
@@ -207,18 +236,21 @@ def _in_words(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """One run: settings, and the seeds it trains; more than one seed trains them side by side, stacked."""
+    """One run: an experiment's settings and a seed."""
 
     experiment: str
     config: Config
-    seeds: tuple[int, ...] = (0,)
-    vary: tuple[str, ...] = ("norm",)  # settings in the label: the sheet's, and any other that was swept
+    seed: int = 0
+    vary: tuple[str, ...] = ()  # settings in the label: the sheet's, and any other that was swept
+    scale: str = ""
+
+    def home(self, runs: Path, data: str) -> Path:
+        """Return the folder that holds the runs of this experiment, scale and data (``mnist-real``)."""
+        return runs / self.experiment / "-".join(filter(None, (data, self.scale)))
 
     @property
     def label(self) -> str:
-        """The name of the run's folder: ``layer-batch_size128-seed0``."""
+        """Return the name of the run's folder: ``layer-batch_size128-seed0``."""
         values = {name: getattr(self.config, name) for name in self.vary}
         parts = [str(v) if isinstance(v, str) else f"{k}{v:g}" for k, v in values.items()]
-        first, last = self.seeds[0], self.seeds[-1]
-        parts.append(f"seed{first}" if first == last else f"seeds{first}-{last}")
-        return "-".join(parts)
+        return "-".join([*parts, f"seed{self.seed}"])

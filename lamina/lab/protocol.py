@@ -1,42 +1,89 @@
-"""What an experiment must provide; one module each, in ``lamina.lab.experiments``."""
+"""What an experiment provides beside its settings: data, model, batches, loss and evaluations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol, cast
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
-from .data.registry import Dataset
-from .experiments import Config, find
+from .experiment import Config, Every
+from .experiments import find
+from .training.batches import Batches
+from .training.draws import Draws
 
-Split = tuple[Tensor, ...]  # equal first axes: cases
-Model = Callable[..., Any]
+
+class Data(Protocol):
+    """What an experiment loads; anything that can describe itself and go to a device."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return name, kind ("real" or "embedded"), label and checksums, for the record."""
+
+    def to(self, device: torch.device) -> Any:
+        """Return the data with everything that updates read on the device."""
+
+
+class Loss(NamedTuple):
+    """Losses of a batch, summed, and what the sum is divided by: its cases, words or points."""
+
+    total: Tensor
+    weight: Tensor | int
+
+
+class Progress(Protocol):
+    """How an evaluation tells how far it is, and keeps parts that are done: see ``Memo``."""
+
+    def __call__(self, part: str, compute: Callable[[], Any]) -> Any:
+        """Return ``compute()``, or what it returned when an evaluation that was stopped asked for the same part."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics that are measured together, and how often.
+
+    run: takes the model in evaluation mode, data, settings, random draws that depend on seed and update alone, and
+    ``Progress``; returns metrics by name. every: None for the settings' own interval. on_checkpoint: too long to wait
+    for during training; ``lamina evaluate`` measures it on the best checkpoint.
+    """
+
+    name: str
+    run: Callable[[nn.Module, Any, Any, Draws, Progress], Mapping[str, float | Tensor]]
+    every: Every | None = None
+    on_checkpoint: bool = False
 
 
 class Experiment(Protocol):
-    """The functions of an experiment's module. It knows no device, no process and no folder."""
+    """The functions of an experiment's module. It knows no device, no process and no training loop."""
 
-    def splits(self, dataset: Dataset, config: Any) -> dict[str, Split]:
-        """Tensors of "train", "valid" and "test"; the engine moves them to the device."""
+    def load(self, config: Any, root: str | None) -> Data:
+        """Return the data that these settings ask for."""
 
-    def build(self, config: Any, splits: Mapping[str, Split]) -> nn.Module:
-        """The model, drawn from torch's global generator."""
+    def build(self, config: Any, data: Any) -> nn.Module:
+        """Return the model, drawn from torch's global generator."""
 
-    def batch(self, split: Split, index: Tensor) -> Any:
-        """The cases of ``index`` [...], as ``loss`` takes them: tensors [..., *]."""
+    def batches(self, config: Any, data: Any, seed: int) -> Batches:
+        """Return which cases each update sees."""
 
-    def loss(self, model: Model, batch: Any) -> Tensor:
-        """The mean over the batch's cases; must run under torch.vmap when the sheet says ``stackable``."""
+    def batch(self, data: Any, index: Tensor) -> Any:
+        """Return the cases of ``index``: tensors, in any nesting of tuples, lists and dicts."""
 
-    def evaluate(self, model: Model, splits: Mapping[str, Split], config: Any) -> dict[str, Tensor]:
-        """Metrics, lower is better; of a stack of models [members] each."""
+    def loss(self, model: nn.Module, batch: Any, draws: Draws) -> Loss:
+        """Return the loss of a batch."""
 
-    def inspect(self, model: nn.Module, splits: Mapping[str, Split], config: Any) -> dict[str, list[float]]:
-        """What the report shows besides curves, measured on the trained model; may be empty."""
+    def evaluations(self, config: Any) -> tuple[Evaluation, ...]:
+        """Return what is measured during training and afterwards."""
+
+    def inspect(self, model: nn.Module, data: Any, config: Any) -> dict[str, list[float]]:
+        """Return what the report shows besides curves, measured on the trained model; may be empty."""
+
+    def artefacts(self, model: nn.Module, data: Any, config: Any, draws: Draws, folder: Path) -> None:
+        """Write pictures, samples and the like of the trained model into ``folder``; may write nothing."""
 
 
 def module_of(config_or_name: Config | str) -> Experiment:
-    """The experiment's functions, by name."""
+    """Return the experiment's functions, by name."""
     return cast(Experiment, import_module(find(str(config_or_name)).module))

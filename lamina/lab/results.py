@@ -1,4 +1,4 @@
-"""Runs of one experiment as its sheet's claims read them: choose variants, take values over seeds."""
+"""Runs of one experiment as its claims read them: choose variants, take values by seed."""
 
 from __future__ import annotations
 
@@ -6,54 +6,46 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import Any
 
-Bounds = tuple[float, float]  # the value of one seed lies between these
+from .statistics import BySeed, Series
+
+Run = Mapping[str, Any]
 # Settings that change what is written down on the way, not what is learnt: runs that differ in these are the same run.
-BOOKKEEPING = ("log_every", "eval_every", "checkpoint_every")
+BOOKKEEPING = ("log_every", "eval_every", "eval_updates", "checkpoint_every")
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One number from each seed."""
+class Metric:
+    """A quantity that an experiment evaluates, and which end of it is the good one."""
 
-    values: tuple[float, ...]
-
-    @property
-    def n(self) -> int:
-        return len(self.values)
+    name: str
+    label: str
+    better: str = "lower"  # or "higher"
 
     @property
-    def mean(self) -> float:
-        return fmean(self.values) if self.values else math.nan
+    def higher(self) -> bool:
+        return self.better == "higher"
+
+    def is_better(self, value: float, than: float) -> bool:
+        return value > than if self.higher else value < than
 
     @property
-    def std(self) -> float:
-        """Sample standard deviation (n - 1); 0 for a single value, infinite where a value is."""
-        if not all(map(math.isfinite, self.values)):
-            return math.inf
-        return stdev(self.values) if self.n > 1 else 0.0
+    def worst(self) -> float:
+        return -math.inf if self.higher else math.inf
 
-    def __bool__(self) -> bool:
-        return bool(self.values)
-
-    def __str__(self) -> str:
-        return f"{self.mean:.4g} ± {self.std:.2g} (n={self.n})" if self else "no runs"
+    def best(self, values: Sequence[float]) -> float:
+        return max(values) if self.higher else min(values)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One quantity by seed; ``mixed`` where the runs behind it do not share their settings."""
-
-    bounds: Mapping[int, Bounds]
-    mixed: bool = False
+class Mixed(Exception):
+    """Runs of one variant differ in their settings, so they are not one sample."""
 
 
-class Results(Sequence[Mapping[str, Any]]):
-    """Runs: each has ``config``, ``seed``, ``finished``, ``extras`` and ``curve`` (lists of equal length by metric)."""
+class Results(Sequence[Run]):
+    """Finished runs; each has ``config``, ``seed``, ``steps``, ``extras`` and ``series`` by metric."""
 
-    def __init__(self, runs: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = list(runs)
 
     def __len__(self) -> int:
@@ -62,64 +54,45 @@ class Results(Sequence[Mapping[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         return self.runs[index]
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[Run]:
         return iter(self.runs)
 
     def select(self, **settings: Any) -> Results:
-        """Those runs whose settings are these: ``results.select(norm="layer", batch_size=4)``."""
+        """Return the runs whose settings are these: ``results.select(norm="layer", batch_size=4)``."""
         return Results([r for r in self.runs if all(r["config"].get(k) == v for k, v in settings.items())])
 
-    def last(self, metric: str) -> Sample:
-        """The metric at each run's last evaluation."""
-        return Sample(tuple(float(c[-1]) for c in self._curves(metric)))
-
-    def best(self, metric: str) -> Sample:
-        """The lowest value each run reached."""
-        return Sample(tuple(float(min(c)) for c in self._curves(metric)))
-
-    def steps_to(self, metric: str, target: float) -> Sample:
-        """Updates until the metric was at most ``target``; infinite for a run that never got there."""
-        return Sample(tuple(steps_to_target(r["curve"], metric, target) for r in self.runs if r["curve"].get(metric)))
-
-    def final(self, metric: str) -> Measured:
-        """The metric at the last evaluation, by seed."""
-        return self.measured(lambda run: (float(run["curve"][metric][-1]),) * 2 if run["curve"].get(metric) else None)
-
-    def crossing(self, metric: str, target: float) -> Measured:
-        """Updates until the metric was at most ``target``, by seed, as far as the evaluations tell."""
-        return self.measured(
-            lambda run: crossing_bounds(run["curve"], metric, target) if run["curve"].get(metric) else None
-        )
-
-    def measured(self, of: Callable[[Mapping[str, Any]], Bounds | None]) -> Measured:
-        """What ``of`` finds in each run that has it, by seed."""
-        found = [(run, bounds) for run in self.runs if (bounds := of(run)) is not None]
+    def by_seed(self, of: Callable[[Run], Any]) -> dict[int, Any]:
+        """Return what ``of`` finds in each run, by seed; runs in which it finds None are passed over."""
+        found = {run["seed"]: value for run in self.runs if (value := of(run)) is not None}
         settings = {
             json.dumps({k: v for k, v in run["config"].items() if k not in BOOKKEEPING}, sort_keys=True)
-            for run, _ in found
+            for run in self.runs
+            if run["seed"] in found
         }
-        return Measured({run["seed"]: bounds for run, bounds in found}, len(settings) > 1)
+        if len(settings) > 1:
+            raise Mixed("runs of one variant differ in their settings")
+        return found
 
-    def steps_to_best(self, metric: str) -> Sample:
-        """The update at which each run's metric was lowest."""
-        return Sample(tuple(steps_to_best(r["curve"], metric) for r in self.runs if r["curve"].get(metric)))
+    def series(self, metric: Metric) -> dict[int, Series]:
+        """Return updates and values by seed; a value that was not finite is the worst there is."""
+        return self.by_seed(lambda run: series_of(run, metric))
 
-    def _curves(self, metric: str) -> list[Sequence[float]]:
-        return [r["curve"][metric] for r in self.runs if r["curve"].get(metric)]
+    def final(self, metric: Metric) -> BySeed:
+        """Return the metric at the last evaluation."""
+        return {seed: values[-1] for seed, (_, values) in self.series(metric).items()}
 
+    def best(self, metric: Metric) -> BySeed:
+        """Return the best value that each run reached."""
+        return {seed: metric.best(values) for seed, (_, values) in self.series(metric).items()}
 
-def steps_to_target(curve: Mapping[str, Sequence[float]], metric: str, target: float) -> float:
-    """The first update at which ``metric`` is at most ``target``; infinity when it never is."""
-    reached = (step for step, value in zip(curve["step"], curve[metric]) if value <= target)
-    return float(next(reached, math.inf))
-
-
-def crossing_bounds(curve: Mapping[str, Sequence[float]], metric: str, target: float) -> Bounds:
-    """Last evaluation above ``target`` (0 before the first) and first one at most that; infinity when there is none."""
-    at = steps_to_target(curve, metric, target)
-    return float(max((step for step in curve["step"] if step < at), default=0)), at
+    def steps(self) -> BySeed:
+        """Return the updates of each run."""
+        return self.by_seed(lambda run: float(run["steps"]))
 
 
-def steps_to_best(curve: Mapping[str, Sequence[float]], metric: str) -> float:
-    """The update with the lowest ``metric``."""
-    return float(min(zip(curve[metric], curve["step"]))[1])
+def series_of(run: Run, metric: Metric) -> Series | None:
+    """Return a run's updates and values of a metric, or None where it was never evaluated."""
+    found = run["series"].get(metric.name)
+    if not found or not found["update"]:
+        return None
+    return found["update"], [metric.worst if value is None else value for value in found["value"]]

@@ -11,25 +11,23 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from torch import nn
 
 from ...functional import explain
 from ...layers import LayerNorm
 from ...optim import Adam
 from ...recurrent import GRU, LSTM
 from ..data import registry
-from ..experiments import find
+from ..experiments import images
+from ..experiments.mnist.settings import NORMS, MnistConfig
 from ..protocol import module_of
 from ..reports import records
 from ..training import update as engine
-from ..training.batches import Batches
-from ..training.stack import Stack
 from .workers import cores
 
 # name: pixels on a side, units. Time does not depend on what the images show, so they are random.
 SIZES = {"small": (8, 256), "paper": (28, 1000)}
-COLUMNS = ("Size", "Norm", "Engine", "Seeds", "Milliseconds", "Ratio to none")
-BATCH, CASES, SEEDS = 128, 2048, 5
+COLUMNS = ("Size", "Norm", "Engine", "Milliseconds", "Ratio to none")
+BATCH, CASES = 128, 2048
 
 
 @dataclass
@@ -39,11 +37,10 @@ class Case:
     size: str
     norm: str
     engine: str
-    seeds: int
     values: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return f"{self.size} {self.norm} {self.engine} x{self.seeds}"
+        return f"{self.size} {self.norm} {self.engine}"
 
 
 def measure(device: str, quick: bool, say: Callable[[str], None]) -> records.Record:
@@ -73,35 +70,36 @@ def measure(device: str, quick: bool, say: Callable[[str], None]) -> records.Rec
     }
 
 
-def _keys(cuda: bool, quick: bool) -> list[tuple[str, str, str, int]]:
-    engines = ("eager", "graph", "compile") if cuda and not quick else ("eager", "graph") if cuda else ("eager",)
-    together = (1, SEEDS) if cuda else (1,)
+def _keys(cuda: bool, quick: bool) -> list[tuple[str, str, str]]:
+    engines = ("eager", "graph") if cuda else ("eager",)
     sizes = ("small",) if quick else tuple(SIZES)
-    return [(s, norm, e, n) for s in sizes for e in engines for n in together for norm in find("mnist").norms]
+    return [
+        (
+            size,
+            norm,
+            engine,
+        )
+        for size in sizes
+        for engine in engines
+        for norm in NORMS
+    ]
 
 
 def _prepare(case: Case, accelerator: Accelerator, updates: int) -> Any:
-    """Model and engine, warmed up: what is built on first use is not what is measured."""
+    """Return model and engine, warmed up: what is built on first use is not what is measured."""
     side, hidden = SIZES[case.size]
-    config = find("mnist").config(norm=case.norm, hidden=hidden, batch_size=BATCH)  # type: ignore[call-arg]
+    config = MnistConfig(norm=case.norm, hidden=hidden, batch_size=BATCH)
     experiment = module_of("mnist")
-    splits = {
-        name: tuple(tensor.to(accelerator.device) for tensor in split)
-        for name, split in experiment.splits(_random_images(side), config).items()
-    }
+    data = images.split(_random_images(side), config).to(accelerator.device)
     torch.manual_seed(0)
-    models = [experiment.build(config, splits) for _ in range(case.seeds)]
-    model: nn.Module = Stack(models) if case.seeds > 1 else models[0]
-    model.to(accelerator.device)
+    model: Any = experiment.build(config, data).to(accelerator.device)
     optimizer: Any = Adam(model.parameters(), config.lr)
-    total = torch.zeros(case.seeds, device=accelerator.device)
-    batches = Batches(len(splits["train"][0]), BATCH, range(case.seeds))
     captured = case.engine != "eager"
     if not captured:
         model, optimizer = accelerator.prepare(model, optimizer)
-    update = engine.Update(
-        experiment, config, model, optimizer, splits["train"], accelerator, total, compiled=case.engine == "compile"
-    )
+    total = torch.zeros((), device=accelerator.device)
+    batches: Any = experiment.batches(config, data, 0)
+    update = engine.Update(experiment, config, model, optimizer, data, accelerator, total, seed=0)
     steps = engine.Captured(update, batches, 0) if captured else engine.Eager(update, batches)
     _milliseconds(steps, min(3, updates))
     return steps
@@ -127,15 +125,12 @@ def _milliseconds(steps: Any, updates: int) -> float:
 
 
 def _row(case: Case, cases: Sequence[Case]) -> dict[str, Any]:
-    plain = next(
-        c for c in cases if (c.size, c.norm, c.engine, c.seeds) == (case.size, "none", case.engine, case.seeds)
-    )
+    plain = next(c for c in cases if (c.size, c.norm, c.engine) == (case.size, "none", case.engine))
     ratios = [ours / theirs for ours, theirs in zip(case.values, plain.values)]
     return {
         "size": case.size,
         "norm": case.norm,
         "engine": case.engine,
-        "seeds": case.seeds,
         "milliseconds": spread(case.values),
         "ratio_to_none": spread(ratios),
     }
@@ -150,7 +145,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row under ``COLUMNS``."""
-    what = [row["size"], row["norm"], row["engine"], str(row["seeds"])]
+    what = [row["size"], row["norm"], row["engine"]]
     return [*what, _shown(row["milliseconds"], 3), _shown(row["ratio_to_none"], 2)]
 
 

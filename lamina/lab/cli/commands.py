@@ -21,10 +21,11 @@ except ImportError as missing:
     raise SystemExit(2) from None
 
 from ...errors import InputError, RunError, fail, not_installed, one_of
-from ..experiments import SHEETS, Sheet
+from ..experiment import SCALES, Scale
+from ..experiments import SHEETS
 from . import running
 from .jobs import DeviceOption, How, processes, rank, writable_folder
-from .screen import KINDS, say, show_notes, show_report, table
+from .screen import KINDS, say, show_report, table
 
 LAB = ("accelerate", "jinja2", "matplotlib", "safetensors", "scipy", "sklearn", "tensorboard")
 
@@ -62,12 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at the end
         return 128 + 13
     except (Exception, KeyboardInterrupt) as error:
-        told = _told(error)
-        if told is None:
+        text, code = told(error) or ("", 1)
+        if not text:
             raise
         process = f" (process {rank()})" if rank() else ""
-        print(f"lamina{process}: {' '.join(told[0].split())}", file=sys.stderr)
-        return told[1]
+        print(f"lamina{process}: {' '.join(text.split())}", file=sys.stderr)
+        return code
 
 
 def run_and_exit() -> None:
@@ -86,7 +87,7 @@ def run_and_exit() -> None:
     sys.exit(code)
 
 
-def _told(error: BaseException) -> tuple[str, int] | None:
+def told(error: BaseException) -> tuple[str, int] | None:
     """What to say of an error and the exit code; None for a mistake of ours, which keeps its traceback."""
     if hasattr(error, "format_message"):  # a usage error, of whichever click typer was built on
         return str(error.format_message()), int(getattr(error, "exit_code", 2))
@@ -125,24 +126,24 @@ def _top(
 @app.command("list")
 def list_experiments() -> None:
     """The experiments, and how to run them."""
-    rows = [[s.name, s.section, s.title, ", ".join(s.datasets), ", ".join(s.norms), _size(s)] for s in SHEETS.values()]
-    table("Experiments", ["Name", "Section", "Title", "Data sets", "Norms", "Size"], rows)
+    rows = [
+        [s.name, s.section, s.title, ", ".join(s.datasets), *(_size(s.scales.get(scale)) for scale in SCALES)]
+        for s in SHEETS.values()
+    ]
+    table("Experiments", ["Name", "Section", "Title", "Data sets", *SCALES], rows)
     example = next(iter(SHEETS))
     for command, meaning in (
         (f"lamina run {example}", "one run with the paper's settings"),
-        (
-            f"lamina run {example} --small --norm layer,batch,batch_hidden --batch-size 128,4 --seeds 3",
-            "what its claims compare, small",
-        ),
+        (f"lamina run {example} --scale smoke --data embedded", "what its claims compare, in a minute"),
         (f"lamina run {example} --help", "every setting"),
         ("lamina reproduce", "all of them, small, with a report"),
+        ("lamina paper --data DIR", "all whose real data are in DIR, sized for two cores"),
     ):
-        say(f"{command:<92}{meaning}")
+        say(f"{command:<56}{meaning}")
 
 
-def _size(sheet: Sheet) -> str:
-    full, small = sheet.config(), sheet.config(**sheet.small)
-    return f"{full.epochs:g} epochs of batches of {full.batch_size}; --small {small.epochs:g} epochs"
+def _size(scale: Scale | None) -> str:
+    return f"{scale.about}; {scale.seeds} seeds" if scale else "-"
 
 
 PathsArgument = Annotated[list[str] | None, typer.Argument(help="folders of runs, and records (default: runs)")]
@@ -153,6 +154,7 @@ DataOption = Annotated[str | None, typer.Option("--data", help="folder of data s
 
 
 app.command()(running.reproduce)
+app.command()(running.paper)
 
 
 @app.command()
@@ -245,33 +247,27 @@ def check(name: Annotated[str, typer.Argument(help="of the data set")], data: Da
     say(f"{name}: {KINDS[found.kind]}: {found.label}")
 
 
-# lamina convergence, tune, analyse, bench, info
+# lamina evaluate, tune, analyse, bench, info
 
 
 @app.command()
-def convergence(
-    paths: PathsArgument = None,
-    metric: Annotated[str | None, typer.Option(help="lower is better (default: the experiment's headline)")] = None,
-    target: Annotated[float | None, typer.Option(help="value to reach (default: the baseline's best)")] = None,
-    baseline: Annotated[str, typer.Option(help="norm that ratios are taken to")] = "none",
-    out: Annotated[str | None, typer.Option(help="JSON file for the rows")] = None,
+def evaluate(
+    run: Annotated[str, typer.Argument(help="folder of one run")],
+    data: DataOption = None,
+    device: DeviceOption = "auto",
 ) -> None:
-    """Speed of convergence: updates to the best value and to a target, and their ratio to the baseline's."""
-    from ..reports import convergence as speed
-    from ..reports.page import gather
+    """Measure a run's best checkpoint with what takes too long for training. Stop it and run it again: it goes on."""
+    from ..runs.progress import Reporter
+    from ..training.control import Settings
+    from ..training.evaluate import evaluate as measure
 
-    if target is not None and not math.isfinite(target):
-        raise fail("--target must be finite", repr(target), "Leave it out for the baseline's best.")
-    _check_file(out, "--out")
-    notes: list[str] = []
-    found = [record for record in gather(_places(paths), notes)[0] if record["kind"] == "experiment"]
-    if not found:
-        raise fail("convergence is measured on runs", "none there", "Begin with: lamina run mnist")
-    show_notes(notes)
-    rows = [row for record in found for row in speed.analyse(record, metric, target, baseline)]
-    title = "Updates until ...; ratios are to the baseline's, seed by seed"
-    table(title, speed.COLUMNS, [speed.cells(row) for row in rows])
-    _write_json(out, {"schema": 1, "kind": "convergence", "baseline": baseline, "rows": rows})
+    with Reporter() as reporter:
+        found = measure(Path(run), Settings(root=data, device=device), reporter)
+    table(
+        f"Checkpoint at update {found.pop('update'):,}",
+        ["Metric", "Value"],
+        [[k, f"{v:.5g}"] for k, v in found.items()],
+    )
 
 
 @app.command()

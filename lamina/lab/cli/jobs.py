@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import fail, one_of
-from ..experiments import Config, Job, Sheet
+from ..experiment import SCALES, Config, Job, Scale, Sheet
 
 KINDS = {int: "a whole number", float: "a number", str: "a name"}
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda")]
@@ -46,7 +46,7 @@ def _parse_one(item: dataclasses.Field[Any], word: str) -> Any:
 
 
 def combine(sheet: Sheet, values: Mapping[str, Sequence[Any]]) -> list[Config]:
-    """The settings of every combination of values, each of them checked."""
+    """Return the settings of every combination of values, each of them checked."""
     for name, several in values.items():
         twice = [value for value, count in Counter(several).items() if count > 1]
         if twice:
@@ -54,20 +54,64 @@ def combine(sheet: Sheet, values: Mapping[str, Sequence[Any]]) -> list[Config]:
     return [sheet.config(**dict(zip(values, chosen))) for chosen in itertools.product(*values.values())]
 
 
-def jobs_for(sheet: Sheet, configs: Sequence[Config], seeds: Sequence[int], stacked: bool) -> list[Job]:
-    """One job for each of the settings and each seed, or for all seeds together; no two share a folder."""
-    groups = [tuple(seeds)] if stacked else [(seed,) for seed in seeds]
-    jobs = [Job(sheet.name, config, group, _vary(sheet, config)) for config in configs for group in groups]
+def find_scale(sheet: Sheet, name: str) -> Scale:
+    """Return a scale of an experiment, by name."""
+    one_of("--scale", name, sheet.scales)
+    return sheet.scales[name]
+
+
+def scaled(sheet: Sheet, scale: Scale, given: Mapping[str, Sequence[Any]]) -> list[Config]:
+    """Return the settings of a scale's variants, with what the user gave in their place."""
+    values = {**{name: (value,) for name, value in scale.settings.items()}, **scale.values, **given}
+    configs = [_with_tuned(config, sheet, scale, given) for config in combine(sheet, values)]
+    return [config for config in configs if not any(_fits(config, settings) for settings in scale.without)]
+
+
+def _with_tuned(config: Config, sheet: Sheet, scale: Scale, given: Collection[str]) -> Config:
+    for row in scale.tuned:
+        variant = {name: value for name, value in row.items() if name in sheet.vary}
+        if _fits(config, variant):
+            chosen = {name: value for name, value in row.items() if name not in (*sheet.vary, *given)}
+            config = dataclasses.replace(config, **chosen)
+    return config
+
+
+def _fits(config: Config, settings: Mapping[str, Any]) -> bool:
+    return all(getattr(config, name) == value for name, value in settings.items())
+
+
+def jobs_of_scale(sheet: Sheet, name: str, seeds: range | None = None, **given: Sequence[Any]) -> list[Job]:
+    """Return a scale's jobs: every variant with every seed, and the placebo's further seeds.
+
+    Runs whose settings the user changed are not the scale's, and do not bear its name.
+    """
+    scale = find_scale(sheet, name)
+    own = set(scaled(sheet, scale, {}))
+    seeds = range(scale.seeds) if seeds is None else seeds
+    configs = scaled(sheet, scale, given)
+    further = range(seeds.stop, seeds.stop + len(seeds))
+    placebo = [config for config in configs if scale.placebo and _fits(config, scale.placebo)]
+    pairs = [(config, seed) for seed in seeds for config in configs] + [(c, seed) for c in placebo for seed in further]
+    return _distinct([_job(sheet, config, seed, name if config in own else "") for config, seed in pairs])
+
+
+def jobs_for(sheet: Sheet, configs: Sequence[Config], seeds: Sequence[int]) -> list[Job]:
+    """Return one job for each of the settings and each seed; no two share a folder."""
+    return _distinct([_job(sheet, config, seed) for config in configs for seed in seeds])
+
+
+def _job(sheet: Sheet, config: Config, seed: int, scale: str = "") -> Job:
+    """The settings in a run's label follow from the settings alone, so any command finds the same folder again."""
+    swept = [f for f in dataclasses.fields(config) if f.metadata["sweep"] and f.name not in sheet.vary]
+    more = (f.name for f in swept if not scale and getattr(config, f.name) != f.default)
+    return Job(sheet.name, config, seed, (*sheet.vary, *more), scale)
+
+
+def _distinct(jobs: list[Job]) -> list[Job]:
     label, count = Counter(job.label for job in jobs).most_common(1)[0]
     if count > 1:
         raise fail("each run needs a folder of its own", f"{count} runs named {label}", "Give values further apart.")
     return jobs
-
-
-def _vary(sheet: Sheet, config: Config) -> tuple[str, ...]:
-    """The settings in a run's label follow from the settings alone, so any command finds the same folder again."""
-    swept = [f for f in dataclasses.fields(config) if f.metadata["sweep"] and f.name not in sheet.vary]
-    return (*sheet.vary, *(f.name for f in swept if getattr(config, f.name) != f.default))
 
 
 # How to run
@@ -96,15 +140,16 @@ def whole(least: int, most: int) -> Callable[[Any], int]:
 class How:
     """The options of ``lamina run`` that are not settings of the experiment."""
 
-    seeds: Annotated[int, _option("number of seeds", metavar="N", parser=whole(1, 1000))] = 1
+    scale: Annotated[str, _option("all that the claims compare at this size: smoke, laptop or paper")] = ""
+    seeds: Annotated[
+        int | None, _option("number of seeds (default: the scale's, or 1)", metavar="N", parser=whole(1, 1000))
+    ] = None
     first_seed: Annotated[int, _option("the first of them", metavar="N", parser=whole(0, 2**31))] = 0
-    stack: Annotated[bool | None, _option("train all seeds as one model (default: on a GPU)")] = None
-    small: Annotated[bool, _option("begin from the small settings of lamina reproduce", "--small")] = False
     tuned: Annotated[str | None, _option("record of lamina tune: each variant with what was chosen for it")] = None
     data: Annotated[str | None, _option("folder with the data sets, or embedded for the stand-in")] = None
     runs: Annotated[str, _option("folder for the runs")] = "runs"
     device: Annotated[str, _option("auto, cpu or cuda")] = "auto"
-    engine: Annotated[str, _option("auto, eager, graph (CUDA graph) or compile")] = "auto"
+    engine: Annotated[str, _option("auto, eager, or graph (a CUDA graph)")] = "auto"
     together: Annotated[
         int, _option("runs side by side on one device; 0 chooses", metavar="N", parser=whole(0, 64))
     ] = 0
@@ -115,19 +160,22 @@ class How:
     restart: Annotated[bool, _option("begin anew; what is there is moved to old-1, old-2 ...", "--restart")] = False
     keep_best: Annotated[bool, _option("keep the checkpoint that validates best")] = True
     quiet: Annotated[bool, _option("no progress, only the results", "--quiet")] = False
-    worker_of: Annotated[str | None, _option("the command this process works for", hidden=True)] = None
     command: str = field(default="", init=False)  # as it was typed, for the runs' headers
+    hours: float = field(default=0.0, init=False)  # after which every run saves a checkpoint and ends; 0: no limit
 
     def check(self, sheet: Sheet) -> None:
-        """What can be told to be wrong without torch or data."""
+        """Refuse what is wrong without looking at torch or data."""
+        if self.scale:
+            one_of("--scale", self.scale, SCALES)
+            find_scale(sheet, self.scale)
+        if self.scale and self.tuned:
+            raise fail("a scale has its own tuned settings", "--scale and --tuned together", "Pass one of them.")
         one_of("--device", self.device, ("auto", "cpu", "cuda"))
-        one_of("--engine", self.engine, ("auto", "eager", "graph", "compile"))
+        one_of("--engine", self.engine, ("auto", "eager", "graph"))
         if self.data == "":
             raise fail("--data must be a folder, or embedded", "''", "Leave it out for the default.")
         if self.resume and self.restart:
             raise fail("a run is resumed or begun anew", "--resume and --restart together", "Pass one of them.")
-        if self.stack and not sheet.stackable:
-            raise fail("--stack needs an experiment whose seeds can be stacked", sheet.name, "Leave it out.")
         if processes() > 1 and (self.jobs or 1) > 1:
             raise fail("--jobs is 1 when a launcher starts the processes", f"--jobs {self.jobs}", "Leave it out.")
         writable_folder(self.runs, "--runs")
@@ -141,7 +189,7 @@ class How:
             cuda = torch.cuda.is_available()
         if self.device == "cuda" and not cuda:
             raise fail("--device cuda needs a CUDA device", "none found", "Use --device auto.")
-        if self.engine in ("graph", "compile") and not cuda:
+        if self.engine == "graph" and not cuda:
             raise fail(f"--engine {self.engine} needs a CUDA device", "the CPU", "Use --engine auto.")
         return cuda
 

@@ -1,123 +1,61 @@
-"""Jobs carried out: here, or in processes of their own when there are several. No torch in this room."""
+"""Carry out jobs: here, or in worker processes that take one run after another. No torch in this room."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import json
 import os
 import queue
-import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 from rich.console import Console
 
-from ..experiments import Job
-from ..runs.progress import Reporter
-from .jobs import How, flag, processes, rank
+from ..experiment import Job
+from ..runs.progress import Reporter, replay
+from .jobs import How, processes, rank
 
-MOVED_ON = re.compile(r"([\d,]+)/([\d,]+)  (.*?)  +[\d.]+/s")  # of a line that says how far a run has come
+SHARED = ("device", "engine", "together", "resume", "restart", "keep_best")  # options that training itself reads
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def carry_out(jobs: Sequence[Job], how: How, data: Mapping[str, str]) -> int:
-    """Train the jobs and return the exit code; ``data`` names each experiment's folder of runs (``mnist-real``)."""
-    kind = _Unread if how.worker_of is not None else Console
-    console = kind(stderr=True, highlight=False, quiet=how.quiet or rank() > 0)
+def carry_out(jobs: Sequence[Job], how: How, named: Callable[[Job], str], after: Callable[[Job], Any] = id) -> int:
+    """Train the jobs and return the exit code; ``named`` gives their names on the screen, ``after`` hears of each."""
+    console = Console(stderr=True, highlight=False, quiet=how.quiet or rank() > 0)
     limit = how.jobs or (1 if processes() > 1 or how.uses_cuda() else min(cores(), len(jobs)))
     with Reporter(console) as say:
         if min(limit, len(jobs)) > 1:
-            return _in_processes(jobs, how, data, limit, say)
-        _train_here(jobs, how, say)
+            return Pool(jobs, options(how), limit, say, named, after, how.hours).run()
+        train_here(jobs, options(how), say)
     return 0
 
 
-class _Unread(Console):
-    """A console whose reader may die: the run lives on until its checkpoint is saved (see ``watch_parent``)."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
+def options(how: How) -> dict[str, Any]:
+    """Return what a worker must know besides its job, as JSON can hold it."""
+    return {"root": how.data, "runs": how.runs, "command": how.command, **{name: getattr(how, name) for name in SHARED}}
 
 
-def _train_here(jobs: Sequence[Job], how: How, say: Reporter) -> None:
+def train_here(jobs: Sequence[Job], settings: dict[str, Any], say: Reporter) -> None:
+    """Train the jobs in this process."""
     from ..training.loop import Settings, train
 
-    names = ("device", "engine", "together", "resume", "restart", "keep_best")
-    shared = {name: getattr(how, name) for name in names}
-    train(jobs, Settings(root=how.data, runs=Path(how.runs), command=how.command, **shared), say)
-
-
-def _in_processes(jobs: Sequence[Job], how: How, data: Mapping[str, str], limit: int, say: Reporter) -> int:
-    """Finished runs are passed over here: a process takes seconds to find that out."""
-    folders = [Path(how.runs) / job.experiment / data[job.experiment] / job.label for job in jobs]
-    left = [job for job, folder in zip(jobs, folders) if not (how.resume and _is_done(job, folder))]
-    if len(left) < len(jobs):
-        say.line(f"{len(jobs) - len(left)} of {len(jobs)} runs are finished already")
-    tasks = [task_for(job, how, f"{job.experiment}/{job.label}" if len(data) > 1 else job.label) for job in left]
-    return Pool(tasks, limit, say).run()
-
-
-def _is_done(job: Job, folder: Path) -> bool:
-    """Whether the folder holds this very run, finished; anything else is for the run itself to judge."""
-    from ..runs import folder as runs
-
-    if not folder.is_dir():
-        return False
-    found = runs.status(folder)
-    header = found["header"] or {}
-    same = (header.get("config"), header.get("seeds")) == (dataclasses.asdict(job.config), list(job.seeds))
-    return bool(found["finished"]) and same
-
-
-@dataclass(frozen=True)
-class Task:
-    """A run for a process of its own: what it is called on the screen, and the arguments of ``lamina``."""
-
-    name: str
-    arguments: tuple[str, ...]
-
-
-def task_for(job: Job, how: How, name: str) -> Task:
-    """The command line of exactly this job."""
-    settings = {f.name: getattr(job.config, f.name) for f in dataclasses.fields(job.config)}
-    passed_on = ("data", "runs", "device", "engine", "together", "resume", "restart", "keep_best")
-    options = {name: getattr(how, name) for name in passed_on}
-    seeds = {"first_seed": job.seeds[0], "seeds": len(job.seeds), "stack": len(job.seeds) > 1}
-    everything = {**settings, **options, **seeds, "jobs": 1, "worker_of": how.command}
-    words = [_word(key, value) for key, value in everything.items() if value is not None]
-    return Task(name, ("run", job.experiment, *filter(None, words)))
-
-
-def _word(key: str, value: Any) -> str:
-    if isinstance(value, bool):
-        negative = f"--no-{flag(key)[2:]}" if key in ("keep_best", "stack") else ""
-        return flag(key) if value else negative
-    return f"{flag(key)}={value}"
-
-
-def watch_parent() -> None:
-    """End this process in good order when standard input closes, which it does however the parent ends."""
-
-    def watch() -> None:
-        while os.read(0, 1024):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
+    train(jobs, Settings(**{**settings, "runs": Path(settings["runs"])}), say)
 
 
 class Stopped(Exception):
-    """A signal asked for the end; every child has ended."""
+    """A signal or the time limit asked for the end; every worker has ended."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"{signal.Signals(number).name}: runs that had begun saved a checkpoint, go on with --resume")
@@ -125,121 +63,160 @@ class Stopped(Exception):
 
 
 @dataclass
-class _Child:
-    task: Task
+class _Worker:
     process: subprocess.Popen[str]
     reader: threading.Thread
-    told: int = 0  # signals passed on
+    job: Job | None = None
+    told: bool = False  # of the first signal
 
 
 @dataclass
 class Pool:
-    """Up to ``limit`` child processes at a time; what they say goes to ``say``, and signals go to them."""
+    """Up to ``limit`` worker processes; what they say goes to ``say``, and signals go to them."""
 
-    tasks: Sequence[Task]
+    jobs: Sequence[Job]
+    settings: dict[str, Any]
     limit: int
     say: Reporter
+    named: Callable[[Job], str]
+    after: Callable[[Job], Any] = id
+    hours: float = 0.0  # 0: no limit
     codes: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)  # signals that came, in their order
 
     def __post_init__(self) -> None:
-        self._waiting, self._running, self._bars = list(self.tasks), list[_Child](), set[str]()
-        self._lines: queue.Queue[tuple[Task, str]] = queue.Queue()
+        self._waiting, self._workers = list(self.jobs), list[_Worker]()
+        self._events: queue.Queue[tuple[_Worker, str]] = queue.Queue()
+        self._end = time.monotonic() + 3600 * self.hours if self.hours else float("inf")
 
     def run(self) -> int:
-        """Carry out every task; returns the worst exit code of them."""
+        """Carry out every job; return the worst exit code."""
         before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            while self._running or (self._waiting and not self.asked):
+            while self._busy() or (self._waiting and not self.asked):
                 self._start()
                 self._pass_on_signals()
                 self._relay(wait=0.05)
-                self._reap()
+                self._bury()
         finally:
-            for child in self._running:  # only after an error of our own
-                child.process.kill()
+            self._dismiss()
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self.asked:
             raise Stopped(self.asked[0])
         return max(self.codes, default=0)
 
+    def _busy(self) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.job is not None]
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked.append(number)
 
     def _start(self) -> None:
-        while self._waiting and len(self._running) < self.limit and not self.asked:
-            task = self._waiting.pop(0)
-            # A session of its own: Ctrl-C reaches the parent alone, which passes it on once. A second would end a child
-            # before its checkpoint is written.
-            process = subprocess.Popen(
-                [sys.executable, "-m", "lamina", *task.arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                encoding="utf-8",
-                errors="replace",
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(max(1, cores() // self.limit)), "PYTHONIOENCODING": "utf-8"},
-            )
-            reader = threading.Thread(target=self._read, args=(task, process.stdout), daemon=True)
-            reader.start()
-            self._running.append(_Child(task, process, reader))
+        """Give every idle worker a job; start workers as long as there are jobs for them."""
+        idle = [worker for worker in self._workers if worker.job is None and worker.process.poll() is None]
+        while self._waiting and not self.asked and (idle or len(self._workers) < self.limit):
+            worker = idle.pop() if idle else self._started()
+            worker.job = self._waiting.pop(0)
+            self._send(worker, {"job": {**vars(worker.job), "config": asdict(worker.job.config)}, **self.settings})
 
-    def _read(self, task: Task, lines: IO[str]) -> None:
-        for line in lines:
-            self._lines.put((task, line.rstrip()))
+    def _started(self) -> _Worker:
+        # A session of its own: Ctrl-C reaches the parent alone, which passes it on once. A second would end a worker
+        # before its checkpoint is written.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lamina.lab.cli.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(max(1, cores() // self.limit)), "PYTHONIOENCODING": "utf-8"},
+        )
+        worker = _Worker(process, threading.Thread(target=lambda: self._read(worker, process.stdout), daemon=True))
+        worker.reader.start()
+        self._workers.append(worker)
+        return worker
+
+    def _send(self, worker: _Worker, order: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has died; ``_bury`` tells
+            print(json.dumps(order), file=worker.process.stdin, flush=True)
+
+    def _read(self, worker: _Worker, lines: IO[str] | None) -> None:
+        for line in lines or ():
+            self._events.put((worker, line))
 
     def _pass_on_signals(self) -> None:
-        """The first signal asks for a checkpoint; after a second nobody waits for it."""
-        for child in self._running:
-            if self.asked and not child.told:
-                child.process.send_signal(self.asked[0])
-                child.told = 1
+        """Pass the first signal on, which asks for a checkpoint; a second one waits for nothing."""
+        if time.monotonic() > self._end and not self.asked:
+            self.say.line(f"{self.hours:g} hours are over: every run saves a checkpoint")
+            self.asked.append(signal.SIGTERM)
+        for worker in self._busy():
+            if self.asked and not worker.told:
+                worker.process.send_signal(self.asked[0])
+                worker.told = True
             elif len(self.asked) > 1:
-                child.process.kill()
+                worker.process.kill()
 
     def _relay(self, wait: float) -> None:
         try:
-            self._show(*self._lines.get(timeout=wait))
+            self._hear(*self._events.get(timeout=wait))
             while True:
-                self._show(*self._lines.get_nowait())
+                self._hear(*self._events.get_nowait())
         except queue.Empty:
             pass
 
-    def _show(self, task: Task, line: str) -> None:
-        said = line.removeprefix("lamina: ")
-        said = said.split(": ", 1)[-1] if said.startswith(task.name.split("/")[-1] + ": ") else said
-        moved = MOVED_ON.match(said)
-        if moved and self.say.console.is_terminal:
-            step, total = (int(number.replace(",", "")) for number in moved.groups()[:2])
-            self._move_bar(task.name, step, total, moved[3])
-        elif said:
-            self.say.line(f"{task.name}: {said}")
+    def _hear(self, worker: _Worker, line: str) -> None:
+        """Show one event of a worker under its job's name; anything that is no event is shown as it is."""
+        name, label = (self.named(worker.job), worker.job.label) if worker.job else ("worker", "")
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = {"event": "line", "text": line.rstrip()}
+        if event["event"] == "done":
+            self._finished(worker, int(event["code"]), event["text"])
+        elif event["event"] == "line":
+            self.say.line(f"{name}: {event['text'].removeprefix(f'{label}: ')}")
+        else:
+            replay({**event, "name": name}, self.say)
 
-    def _move_bar(self, name: str, step: int, total: int, figures: str) -> None:
-        if name not in self._bars:
-            self._bars.add(name)
-            self.say.begin(name, step, total)
-        words = figures.split()
-        self.say.advance(name, step, total, {k: float(v) for k, v in zip(words[::2], words[1::2])})
+    def _finished(self, worker: _Worker, code: int, text: str) -> None:
+        if worker.job is None:
+            return
+        job, worker.job = worker.job, None
+        self.codes.append(code)
+        name = self.named(job)
+        if text:
+            self.say.line(f"{name}: {text}")
+        failed = sum(map(bool, self.codes))
+        told = f"{len(self.codes)} of {len(self.jobs)} runs have ended" + (
+            f", {failed} of them failed" if failed else ""
+        )
+        self.say.end(name, f"{'done' if code == 0 else 'not finished'}; {told}")
+        self.after(job)
 
-    def _reap(self) -> None:
-        for child in [c for c in self._running if c.process.poll() is not None]:
-            self._running.remove(child)
-            child.reader.join(timeout=5)
+    def _bury(self) -> None:
+        """Take note of workers that died at work; another one is started for the jobs that are left."""
+        for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
+            worker.reader.join(timeout=5)
             self._relay(wait=0.001)
-            for pipe in (child.process.stdin, child.process.stdout):
-                if pipe is not None:
-                    pipe.close()
-            self._take_note(child)
+            code = worker.process.returncode
+            unasked = f"ended by {signal.Signals(-code).name}, which nobody here sent (out of memory?)"
+            self._finished(worker, 1, "" if code >= 0 or self.asked else unasked)
+            self._workers.remove(worker)
+            _close(worker)
 
-    def _take_note(self, child: _Child) -> None:
-        code, name = child.process.returncode, child.task.name
-        self.codes.append(code if code in (0, 2) else 1)
-        if code < 0 and not self.asked:
-            self.say.line(f"{name}: ended by {signal.Signals(-code).name}, which nobody here sent (out of memory?)")
-        if len(self.tasks) > 1:
-            done, failed = len(self.codes), sum(map(bool, self.codes))
-            text = f"{done} of {len(self.tasks)} runs have ended" + (f", {failed} of them failed" if failed else "")
-            self.say.end(name, f"{'done' if code == 0 else 'not finished'}; {text}")
+    def _dismiss(self) -> None:
+        """Close the workers' inputs, at which they end; one that is still busy is left from an error of our own."""
+        for worker in self._workers:
+            if worker.job is not None:
+                worker.process.kill()
+            _close(worker)
+            worker.process.wait()
+
+
+def _close(worker: _Worker) -> None:
+    for pipe in (worker.process.stdin, worker.process.stdout):
+        with contextlib.suppress(BrokenPipeError):
+            if pipe is not None:
+                pipe.close()

@@ -1,8 +1,11 @@
-"""What the image classifiers share: splits, batches, loss, evaluation."""
+"""What the image classifiers share: data, batches, loss, evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,40 +14,109 @@ from torch.nn import functional as F
 
 from ...baselines import weight_norm_gain
 from ...layers import NormalisedLayer
-from ..data.registry import Dataset
-from ..protocol import Model, Split
+from ..data import registry
+from ..experiment import Every
+from ..protocol import Evaluation, Loss
+from ..training.batches import ShuffledBatches
+from ..training.draws import Draws
 
+Split = tuple[Tensor, Tensor]  # images and labels
+Ready = Callable[[nn.Module, Any, Any], None]
 CHUNK = 2000  # cases in one forward pass without gradients; convolutions keep some 100 kB of each
 
 
-def splits(dataset: Dataset, config: Any) -> dict[str, Split]:
-    """The first ``held_out`` training cases are the validation set, as in TensorFlow's MNIST tutorial."""
+def nothing(model: nn.Module, data: Images, config: Any) -> None:
+    """Leave a model as it is."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images and labels of "train", "valid" and "test"."""
+
+    dataset: registry.Dataset
+    splits: Mapping[str, Split]
+
+    def describe(self) -> dict[str, Any]:
+        return self.dataset.describe()
+
+    def to(self, device: torch.device) -> Images:
+        return replace(self, splits={name: (x.to(device), y.to(device)) for name, (x, y) in self.splits.items()})
+
+
+def load(config: Any, root: str | None) -> Images:
+    """Hold out the first ``held_out`` training cases for validation, as TensorFlow's MNIST tutorial does."""
+    return split(_read(config.dataset, root), config)
+
+
+@lru_cache(maxsize=4)
+def _read(name: str, root: str | None) -> registry.Dataset:
+    """Read and check the files once for all runs of a process."""
+    return registry.load(name, root)
+
+
+def split(dataset: registry.Dataset, config: Any) -> Images:
+    """Cut the training cases; small stand-ins keep most of theirs."""
     train, test = (
         (torch.from_numpy(dataset.arrays[f"{part}_x"]), torch.from_numpy(dataset.arrays[f"{part}_y"]).long())
         for part in ("train", "test")
     )
-    held = min(config.held_out, len(train[0]) // 10)  # small stand-ins keep most of their cases
-    return {"train": tuple(t[held:] for t in train), "valid": tuple(t[:held] for t in train), "test": test}
+    held = min(config.held_out, len(train[0]) // 10)
+    kept, valid = ((train[0][part], train[1][part]) for part in (slice(held, None), slice(held)))
+    return Images(dataset, {"train": kept, "valid": valid, "test": test})
 
 
-def batch(split: Split, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Pixels in [0, 1] and labels."""
+def batches(config: Any, data: Images, seed: int) -> ShuffledBatches:
+    return ShuffledBatches(len(data.splits["train"][0]), config.batch_size, seed)
+
+
+def batch(data: Images, index: Tensor) -> Split:
+    """Return pixels in [0, 1] and labels."""
+    return picked(data.splits["train"], index)
+
+
+def picked(split: Split, index: Tensor) -> Split:
     images, labels = split
     index = index.to(images.device)
     return images[index].float() / 255, labels[index]
 
 
-def loss(model: Model, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Negative log likelihood of the labels."""
+def loss(model: nn.Module, batch: Split, draws: Draws) -> Loss:
+    """Return the negative log likelihood of the labels."""
     images, labels = batch
-    return F.cross_entropy(model(images).float(), labels)
+    return Loss(F.cross_entropy(model(images).float(), labels, reduction="sum"), len(labels))
+
+
+def evaluations(config: Any, ready: Ready = nothing, chunk: int = CHUNK) -> tuple[Evaluation, ...]:
+    """Return one evaluation of all cases, or the curves' on few cases and test cases once an epoch.
+
+    ready: called with model, data and settings before each, in case the model has to get ready.
+    """
+
+    def measure(*names: str) -> Callable[..., Mapping[str, Tensor]]:
+        def run(model: nn.Module, data: Images, config: Any, *_: Any) -> dict[str, Tensor]:
+            ready(model, data, config)
+            return measured(model, shown(data, config), names, chunk)
+
+        return run
+
+    if not config.curve_cases:
+        return (Evaluation("classification", measure("train", "valid", "test")),)
+    curves, test = measure("train", "valid"), measure("test")
+    return Evaluation("curves", curves), Evaluation("test", test, every=Every(epochs=1))
+
+
+def shown(data: Images, config: Any) -> Images:
+    """Return the data with the training cases that curves are measured on."""
+    images, labels = (part[: config.curve_cases or None] for part in data.splits["train"])
+    return replace(data, splits={**data.splits, "train": (images, labels)})
 
 
 @torch.no_grad()
-def evaluate(model: Model, splits: Mapping[str, Split], config: Any, chunk: int = CHUNK) -> dict[str, Tensor]:
-    """NLL and error of each split; of a stack [members] each."""
+def measured(model: nn.Module, data: Images, names: Sequence[str], chunk: int = CHUNK) -> dict[str, Tensor]:
+    """Return NLL and error of the named splits."""
     found: dict[str, Tensor] = {}
-    for name, split in splits.items():
+    for name in names:
+        split = data.splits[name]
         if len(split[0]):
             nll, wrong = (sum(parts) / len(split[0]) for parts in zip(*_sums(model, split, chunk)))
             found |= {f"{name}_nll": nll, f"{name}_error": wrong}
@@ -52,23 +124,27 @@ def evaluate(model: Model, splits: Mapping[str, Split], config: Any, chunk: int 
 
 
 def parts(split: Split, chunk: int = CHUNK) -> Iterator[Tensor]:
-    """The cases of a split in order, ``chunk`` at a time."""
+    """Yield the cases of a split in order, ``chunk`` at a time."""
     for first in range(0, len(split[0]), chunk):
         yield torch.arange(first, min(first + chunk, len(split[0])), device=split[0].device)
 
 
-def _sums(model: Model, split: Split, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Summed NLL and number of errors of each part of a split."""
+def _sums(model: nn.Module, split: Split, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the summed NLL and the number of errors of each part of a split."""
     for index in parts(split, chunk):
-        images, labels = batch(split, index)
-        log_probability = F.log_softmax(model(images).float(), -1)  # [..., cases, classes]
-        picked = log_probability.gather(-1, labels.expand(log_probability.shape[:-1]).unsqueeze(-1)).squeeze(-1)
-        yield -picked.sum(-1), (log_probability.argmax(-1) != labels).sum(-1).float()
+        images, labels = picked(split, index)
+        log_probability = F.log_softmax(model(images).float(), -1)
+        wanted = log_probability.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        yield -wanted.sum(), (log_probability.argmax(-1) != labels).sum().float()
+
+
+def artefacts(model: nn.Module, data: Images, config: Any, draws: Draws, folder: Path) -> None:
+    """Write nothing: curves tell all there is."""
 
 
 @torch.no_grad()
 def initialise(model: nn.Module) -> nn.Module:
-    """He's start values for every variant alike; weight norm begins as the network it reparametrises."""
+    """Give every variant He's start values; weight norm begins as the network it reparametrises."""
     for layer in model.modules():
         if isinstance(layer, NormalisedLayer):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")

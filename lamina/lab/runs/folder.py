@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import fail
 from . import checkpoints
-from .checkpoints import Checkpoint, Damaged, damaged_json, disk_errors, plain, read_json, rng_state, set_rng_state
+from .checkpoints import Checkpoint, Damaged, damaged_json, disk_errors, plain, read_json
 from .files import Events, Lock, Metrics, is_held, make_folder, not_writable, parsed
 
 if TYPE_CHECKING:  # torch takes seconds to import, and ``status`` needs none of it
     import torch
 
-__all__ = ["Checkpoint", "RunFolder", "rng_state", "set_rng_state", "status"]
+__all__ = ["Checkpoint", "RunFolder", "status"]
 
 HEADER, METRICS, SUMMARY, BEST = "config.json", "metrics.jsonl", "summary.json", "best.json"
-LOCK, CHECKPOINTS = "run.lock", "checkpoints"
+LOCK, CHECKPOINTS, ARTEFACTS = "run.lock", "checkpoints", "artefacts"
 
 
 class RunFolder:
@@ -70,6 +70,12 @@ class RunFolder:
             self._events.close()
             self._metrics.close()
             self._lock.release()
+
+    @property
+    def artefacts(self) -> Path:
+        """Folder of pictures and samples, made when it is asked for."""
+        make_folder(self.path / ARTEFACTS)
+        return self.path / ARTEFACTS
 
     # The header
 
@@ -194,6 +200,34 @@ class RunFolder:
             raise fail("a run goes on from a checkpoint that is whole", "; ".join(faults), remedy)
         self._return_to(None)
         return None
+
+    def best_checkpoint(self) -> Checkpoint | None:
+        """Return the best checkpoint, or the newest that is whole where none is marked; None where there is none."""
+        best = self.best()
+        if best is None:
+            return self.load()
+        try:
+            return checkpoints.read(dict(checkpoints.listed(self._home))[best[0]])
+        except (KeyError, Damaged) as damage:
+            remedy = "Put it back from a copy, or train the run again with --restart."
+            raise fail("the best checkpoint must be whole", f"step {best[0]}: {damage}", remedy) from None
+
+    def memo(self, name: str, checkpoint: Checkpoint) -> Callable[[str, Callable[[], Any]], Any]:
+        """Return a function that computes a part of an evaluation once and keeps it in the folder, as JSON.
+
+        Parts that were kept for another checkpoint are dropped.
+        """
+        file = f"evaluation-{name}.json"
+        kept = self.read_json(file) or {}
+        parts: dict[str, Any] = kept["parts"] if kept.get("step") == checkpoint.step else {}
+
+        def part(key: str, compute: Callable[[], Any]) -> Any:
+            if key not in parts:
+                parts[key] = plain(compute())
+                self.write_json(file, {"step": checkpoint.step, "parts": parts})
+            return parts[key]
+
+        return part
 
     def _check_metrics_reach(self, found: Checkpoint) -> None:
         size = self._metrics.size()

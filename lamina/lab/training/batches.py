@@ -1,57 +1,144 @@
-"""Which cases an update sees: a function of seed and update number alone, so a run resumes anywhere, on any number of
-processes, with nothing to restore."""
+"""Cases of each update: a function of seed and update alone, so a run resumes anywhere with nothing to restore."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import fail
+from ..experiment import Every
 
 
-class Batches:
-    """Epoch after epoch of shuffled cases, cut into batches of one size; a batch may span two epochs.
+class Batches(Protocol):
+    """Batches of one run."""
 
-    Every case comes once an epoch and every batch is full, so shapes never change (a captured graph needs that).
-    """
-
-    def __init__(self, cases: int, batch_size: int, seeds: Sequence[int]) -> None:
-        if cases < 1:
-            raise fail("training needs at least one case", f"{cases} cases", "Use another data set.")
-        self.cases, self.batch_size, self.seeds = cases, batch_size, tuple(seeds)
+    def at(self, step: int) -> Tensor:
+        """Return the cases of update ``step``, [batch]."""
 
     def updates(self, epochs: float) -> int:
-        """The number of updates in so many epochs, rounded up."""
-        wanted = epochs * self.cases / self.batch_size
-        if wanted > 2**53:
-            raise fail("a run has at most 2**53 updates", f"{epochs:g} epochs", "Use fewer.")
-        return max(1, math.ceil(wanted * (1 - 1e-12)))  # 3 * 0.1 epochs is 0.3, not a little more
+        """Return the number of updates in so many epochs, rounded up."""
 
     def epoch(self, step: int) -> float:
-        """Epochs seen after ``step`` updates."""
+        """Return the epochs seen after ``step`` updates."""
+
+
+def length_in_updates(batches: Batches, length: Every) -> int:
+    """Return a length of training in updates."""
+    return length.updates or batches.updates(length.epochs)
+
+
+def checked_updates(epochs: float, updates_an_epoch: float) -> int:
+    """Return epochs as updates, rounded up but for rounding errors: 3 * 0.1 epochs is 0.3, not a little more."""
+    wanted = epochs * updates_an_epoch
+    if wanted > 2**53:
+        raise fail("a run has at most 2**53 updates", f"{epochs:g} epochs", "Use fewer.")
+    return max(1, math.ceil(wanted * (1 - 1e-12)))
+
+
+class ShuffledBatches:
+    """Epoch after epoch of shuffled cases, cut into batches of one size.
+
+    A batch may span two epochs: every case comes once an epoch and every batch is full, so shapes never change (a
+    captured graph needs that). With ``drop_last`` an epoch ends with its last full batch.
+    """
+
+    def __init__(self, cases: int, batch_size: int, seed: int, drop_last: bool = False) -> None:
+        self.cases = cases // batch_size * batch_size if drop_last else cases
+        if self.cases < 1:
+            rule = "training needs at least one full batch" if drop_last else "training needs at least one case"
+            raise fail(rule, f"{cases} cases in batches of {batch_size}", "Use another data set.")
+        self.shuffled_cases, self.batch_size, self.seed = cases, batch_size, seed
+
+    def updates(self, epochs: float) -> int:
+        return checked_updates(epochs, self.cases / self.batch_size)
+
+    def epoch(self, step: int) -> float:
         return step * self.batch_size / self.cases
 
-    def indices(self, step: int, count: int = 1) -> Tensor:
-        """The cases of ``count`` updates from number ``step`` on, [count, seeds, batch_size]."""
-        first, last = step * self.batch_size, (step + count) * self.batch_size
-        rows = [self._stretch(seed, first, last) for seed in self.seeds]
-        return torch.stack([row.reshape(count, self.batch_size) for row in rows], dim=1)
+    def at(self, step: int) -> Tensor:
+        return self.stretch(step, 1)[0]
 
-    def _stretch(self, seed: int, first: int, last: int) -> Tensor:
-        """Positions ``first`` to ``last`` of the endless row of shuffled epochs."""
+    def stretch(self, step: int, count: int) -> Tensor:
+        """Return the cases of ``count`` updates from ``step`` on, [count, batch]."""
+        first, last = step * self.batch_size, (step + count) * self.batch_size
         epochs = range(first // self.cases, -(-last // self.cases))
-        row = torch.cat([shuffled(self.cases, seed, epoch) for epoch in epochs])
+        row = torch.cat([shuffled(self.shuffled_cases, self.seed, epoch)[: self.cases] for epoch in epochs])
         start = first - epochs[0] * self.cases
-        return row[start : start + last - first]
+        return row[start : start + last - first].reshape(count, self.batch_size)
+
+
+class SampledBatches:
+    """Cases drawn with replacement."""
+
+    def __init__(self, cases: int, batch_size: int, seed: int) -> None:
+        if cases < 1:
+            raise fail("training needs at least one case", f"{cases} cases", "Use another data set.")
+        self.cases, self.batch_size, self.seed = cases, batch_size, seed
+
+    def updates(self, epochs: float) -> int:
+        return checked_updates(epochs, self.cases / self.batch_size)
+
+    def epoch(self, step: int) -> float:
+        return step * self.batch_size / self.cases
+
+    def at(self, step: int) -> Tensor:
+        return torch.randint(self.cases, (self.batch_size,), generator=generator(self.seed, step))
+
+
+class BucketedBatches:
+    """Batches of cases with like lengths: each epoch is shuffled, sorted by length in buckets, and its batches mixed.
+
+    bucket: batches that are sorted together; the more, the less padding. The last batch of an epoch may be smaller,
+    unless ``drop_last``.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], batch_size: int, seed: int, bucket: int = 32, drop_last: bool = False
+    ) -> None:
+        self.lengths, self.batch_size, self.seed, self.bucket = torch.as_tensor(lengths), batch_size, seed, bucket
+        count = len(self.lengths) / batch_size
+        self.updates_an_epoch = math.floor(count) if drop_last else math.ceil(count)
+        if self.updates_an_epoch < 1:
+            raise fail("training needs at least one batch", f"{len(self.lengths)} cases", "Use another data set.")
+
+    def updates(self, epochs: float) -> int:
+        return checked_updates(epochs, self.updates_an_epoch)
+
+    def epoch(self, step: int) -> float:
+        return step / self.updates_an_epoch
+
+    def at(self, step: int) -> Tensor:
+        epoch, number = divmod(step, self.updates_an_epoch)
+        place = int(shuffled(self.updates_an_epoch, self.seed, -1 - epoch)[number])
+        return self._in_buckets(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
+
+    def _in_buckets(self, epoch: int) -> Tensor:
+        if getattr(self, "_epoch", None) != epoch:
+            order = shuffled(len(self.lengths), self.seed, epoch)
+            parts: tuple[Tensor, ...] = torch.split(order, self.bucket * self.batch_size)
+            self._order = torch.cat([part[self.lengths[part].argsort(stable=True)] for part in parts])
+            self._epoch = epoch
+        return self._order
 
 
 @lru_cache(maxsize=64)
 def shuffled(cases: int, seed: int, epoch: int) -> Tensor:
-    """The order of one epoch."""
-    mixed = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]
-    return torch.randperm(cases, generator=torch.Generator().manual_seed(int(mixed >> 1)))
+    """Return the order of one epoch; a negative number gives an order that no epoch has."""
+    return torch.randperm(cases, generator=generator(seed, epoch))
+
+
+def generator(seed: int, number: int, *more: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a random generator that depends on the numbers alone."""
+    return torch.Generator(device).manual_seed(mixed(seed, number, *more))
+
+
+def mixed(*numbers: int) -> int:
+    """Mix whole numbers into one seed; a negative one is told from all others."""
+    words = [word for number in numbers for word in ((number,) if number >= 0 else (-1 - number, 2**31))]
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)

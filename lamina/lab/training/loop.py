@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from ...errors import RunError
-from ..data import registry
-from ..experiments import Job
+from ..experiment import Job
+from ..protocol import module_of
 from ..runs.progress import Reporter
 from .control import Clock, Diverged, Interrupted, Settings, Stop, accelerator_for
 from .run import Run
@@ -25,7 +26,6 @@ def train(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
     """Train every job, some side by side where that is faster; finished ones are passed over when resuming."""
     waiting = list(jobs)
     failures: list[str] = []  # a run that fails ends alone; the others go on, and all is told at the end
-    loaded: dict[str, registry.Dataset] = {}
     accelerator: Accelerator | None = None
     with Stop() as stop:
         while waiting:
@@ -36,10 +36,10 @@ def train(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
             alike = [job for job in waiting if job.config.precision == waiting[0].config.precision][:limit]
             waiting = [job for job in waiting if job not in alike]
             with ExitStack() as folders:
-                runs = [Run(job, settings, accelerator, _dataset(job, settings, loaded), say) for job in alike]
+                runs = [Run(job, settings, accelerator, _loaded(job, settings), say) for job in alike]
                 active = [run for run in runs if run.prepare(folders)]
                 for run in active:
-                    run.side_by_side = sum(len(other.job.seeds) for other in active)
+                    run.side_by_side = len(active)
                 failures += _together(active, accelerator, stop)
     if accelerator is not None and accelerator.num_processes > 1:
         # Part together, so that no process waits for one that has left. By a sum: accelerate's own way to wait asks for
@@ -50,12 +50,8 @@ def train(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
         raise RunError("; ".join(failures))
 
 
-def _dataset(job: Job, settings: Settings, loaded: dict[str, registry.Dataset]) -> registry.Dataset:
-    """The job's data, read and checked once for all jobs."""
-    name: str = getattr(job.config, "dataset")  # noqa: B009  (a field of each experiment's own)
-    if name not in loaded:
-        loaded[name] = registry.load(name, settings.root)
-    return loaded[name]
+def _loaded(job: Job, settings: Settings) -> Any:
+    return module_of(job.experiment).load(job.config, settings.root)
 
 
 def _together(runs: list[Run], accelerator: Accelerator, stop: Stop) -> list[str]:
@@ -88,7 +84,7 @@ def _together(runs: list[Run], accelerator: Accelerator, stop: Stop) -> list[str
 def _save_unless_diverged(run: Run, seconds: float) -> None:
     run.steps.wait()
     try:
-        run._checked_losses()
+        run._checked_loss()
     except Diverged as error:
         run.say.line(str(error))  # its earlier checkpoints are better, and the runs beside it are to be saved too
     else:

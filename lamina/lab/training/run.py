@@ -3,70 +3,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from ...errors import fail
 from ...optim import Adam
-from ...population_statistics import StatisticsModule
-from ..data import registry
-from ..experiment import check_statistics
-from ..experiments import Job, find
-from ..protocol import Experiment, module_of
+from ..experiment import Every, Job, check_parts
+from ..experiments import find
+from ..protocol import Evaluation, Experiment, module_of
 from ..runs.environment import environment
-from ..runs.folder import Checkpoint, RunFolder, rng_state, set_rng_state
+from ..runs.folder import Checkpoint, RunFolder
 from ..runs.progress import Reporter
 from . import update as engine
-from .batches import Batches
+from .batches import length_in_updates
 from .control import Diverged, Settings
-from .stack import Stack
+from .draws import draws_of_evaluation
+
+
+def at_once(part: str, compute: Callable[[], Any]) -> Any:
+    """Measure a part of an evaluation and keep nothing: training stands still meanwhile."""
+    return compute()
 
 
 class Run:
     """One job on its way: model, optimiser, folder, and where it stands."""
 
-    def __init__(
-        self, job: Job, settings: Settings, accelerator: Accelerator, dataset: registry.Dataset, say: Reporter
-    ) -> None:
+    def __init__(self, job: Job, settings: Settings, accelerator: Accelerator, data: Any, say: Reporter) -> None:
         self.job, self.config, self.settings, self.accelerator, self.say = job, job.config, settings, accelerator, say
         self.sheet = find(job.experiment)
         self.experiment: Experiment = module_of(job.experiment)
         self.label = job.label
-        self.data = dataset.describe()
-        self.splits = {
-            name: tuple(t.to(accelerator.device) for t in split)
-            for name, split in self.experiment.splits(dataset, job.config).items()
-        }
-        self.batches = Batches(len(self.splits["train"][0]), self.config.batch_size, job.seeds)
-        self.total_steps = self.batches.updates(self.config.epochs)
+        self.described = data.describe()
+        self.data = data.to(accelerator.device)
+        self.batches = self.experiment.batches(job.config, self.data, job.seed)
+        self.evaluations = [one for one in self.experiment.evaluations(job.config) if not one.on_checkpoint]
+        self.total_steps = length_in_updates(self.batches, self.config.length)
         self.step, self.until, self.logged, self.base_seconds = 0, 0, 0, 0.0
         self.side_by_side = 1
         self.folder: RunFolder | None = None
-        self.best = math.inf
-        self._check_shares()
-
-    def _check_shares(self) -> None:
-        parts = self.accelerator.num_processes * self.config.accumulate
-        if self.config.batch_size % parts:
-            raise fail(
-                "--batch-size must divide evenly over processes and --accumulate",
-                f"{self.config.batch_size} cases in {parts} parts",
-                "Change one of them.",
-            )
-        check_statistics(self.config, parts)
-        if len(self.job.seeds) > 1 and self.accelerator.num_processes > 1:
-            raise fail(
-                "seeds are stacked in one process only",
-                f"{self.accelerator.num_processes} processes",
-                "Use --no-stack.",
-            )
+        self.headline = self.sheet.headline
+        self.best = self.headline.worst
+        check_parts(self.config, self.config.accumulate, accelerator.num_processes)
 
     # Getting ready
 
@@ -100,14 +83,15 @@ class Run:
         return told[0]  # type: ignore[no-any-return]
 
     def _open(self, stack: ExitStack) -> Checkpoint | dict[str, Any] | None:
-        kind = f"{self.data['name']}-{self.data['kind']}"
-        self.folder = stack.enter_context(RunFolder.open(self.settings.runs / self.job.experiment / kind / self.label))
+        home = self.job.home(self.settings.runs, f"{self.described['name']}-{self.described['kind']}")
+        self.folder = stack.enter_context(RunFolder.open(home / self.label))
         header = {
-            "schema": 1,
+            "schema": 2,
             "experiment": self.job.experiment,
+            "scale": self.job.scale,
             "config": asdict(self.config),
-            "seeds": list(self.job.seeds),
-            "data": self.data,
+            "seeds": [self.job.seed],
+            "data": self.described,
             "environment": environment(),
             "command": self.settings.command,
         }
@@ -124,49 +108,40 @@ class Run:
             self.say.line(f"{self.label}: {self.folder.notes.pop(0)}")
 
     def _build(self) -> None:
-        models = [self._seeded(seed) for seed in self.job.seeds]
-        model: nn.Module = models[0] if len(models) == 1 else Stack(models)
-        model.to(self.accelerator.device)
-        torch.manual_seed(self.job.seeds[0] + self.accelerator.process_index)
+        torch.manual_seed(self.job.seed)
+        model = self.experiment.build(self.config, self.data).to(self.accelerator.device)
         optimizer = Adam(model.parameters(), self.config.lr, bias_correction=self.config.bias_correction)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.total = torch.zeros(len(models), device=self.accelerator.device)
-
-    def _seeded(self, seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return self.experiment.build(self.config, self.splits)
+        self.total = torch.zeros((), device=self.accelerator.device)
 
     @property
     def plain_model(self) -> nn.Module:
         return self.accelerator.unwrap_model(self.model)  # type: ignore[no-any-return]
 
     def _choose_engine(self) -> None:
-        name, reason = engine.choose(
-            self.settings.engine, self.accelerator, self.config, self.sheet, self.total_steps - self.step
-        )
+        name, reason = engine.choose(self.settings.engine, self.accelerator, self.config, self.sheet)
         self.engine_name = name
-        self.say.line(f"{self.label}: {self.data['label']}; {self.accelerator.device}; engine {name} ({reason})")
+        label = self.described["label"]
+        self.say.line(f"{self.label}: {label}; {self.accelerator.device}; engine {name} ({reason})")
         self._warn()
-        plain = name in ("graph", "compile")
+        captured = name == "graph"
         update = engine.Update(
             self.experiment,
             self.config,
-            self.plain_model if plain else self.model,
-            self.optimizer.optimizer if plain else self.optimizer,
-            self.splits["train"],
+            self.plain_model if captured else self.model,
+            self.optimizer.optimizer if captured else self.optimizer,
+            self.data,
             self.accelerator,
             self.total,
-            compiled=name == "compile",
+            self.job.seed,
         )
-        self.steps = engine.Captured(update, self.batches, self.step) if plain else engine.Eager(update, self.batches)
+        batches: Any = self.batches
+        self.steps = engine.Captured(update, batches, self.step) if captured else engine.Eager(update, batches)
 
     def _warn(self) -> None:
         """What may not be as the user thinks."""
         if self.config.precision == "tf32" and self.accelerator.device.type == "cpu":
             self.say.line(f"{self.label}: a CPU has no tf32 and computes in float32")
-        own = any(isinstance(module, StatisticsModule) for module in self.plain_model.modules())
-        if own and self.accelerator.num_processes > 1:
-            self.say.line(f"{self.label}: batch norm's statistics are of each process's share of the batch")
 
     # Where it stands
 
@@ -175,32 +150,26 @@ class Run:
         self.plain_model.load_state_dict(found.weights)
         self.optimizer.load_state_dict(found.optimizer)
         self.step, self.logged, self.base_seconds = found.step, state["logged"], state["seconds"]
-        self.best = math.inf if state["best"] is None else state["best"]
-        self.total.copy_(torch.tensor(state["total"], dtype=torch.float64))
+        self.best = self.headline.worst if state["best"] is None else state["best"]
+        self.total.fill_(state["total"])
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        rank = self.accelerator.process_index
-        if rank < len(state["rng"]):
-            set_rng_state(state["rng"][rank])
         self.say.line(f"{self.label}: resumed at update {self.step:,}")
 
     def save(self, seconds: float, best: float | None = None) -> None:
-        """A checkpoint of everything that the next update depends on; ``best`` marks it as the best so far."""
-        rng, total = gather_object([rng_state()]), self._mean_total()
+        """Save everything that the next update depends on; ``best`` marks the checkpoint as the best so far.
+
+        Cases and random numbers follow from seed and update, so no generator is saved.
+        """
+        total = self._mean_total()
         if self.folder is None:
             return
         scaler = self.accelerator.scaler
         state = {
             "logged": self.logged,
             "seconds": self.base_seconds + seconds,
-            "best": None if math.isinf(self.best) else self.best,
-            "total": total.double().tolist(),
-            "rng": rng,
-            "sampler": {
-                "cases": self.batches.cases,
-                "batch_size": self.config.batch_size,
-                "seeds": list(self.job.seeds),
-            },
+            "best": self.best if math.isfinite(self.best) else None,
+            "total": total.double().item(),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
         self.folder.save(self.step, self.plain_model.state_dict(), self.optimizer.state_dict(), state, best=best)
@@ -208,83 +177,96 @@ class Run:
     # Events: what happens between stretches of updates
 
     def next_event(self) -> int:
-        """The update after which something is to be logged, evaluated or saved."""
+        """Return the update after which something is to be logged, evaluated or saved."""
         regular = (self.config.log_every, self.config.checkpoint_every)
         after = [self.step - self.step % every + every for every in regular]
-        return min(*after, self._next_evaluation(), self.total_steps)
+        evaluations = (self._next(self._interval(one)) for one in self.evaluations)
+        return min(*after, *evaluations, self.total_steps)
 
-    def _next_evaluation(self) -> int:
-        done = math.floor(self.batches.epoch(self.step) / self.config.eval_every + 1e-9)
+    def _interval(self, evaluation: Evaluation) -> Every:
+        return evaluation.every or self.config.evaluation_interval
+
+    def _next(self, every: Every) -> int:
+        """Return the next multiple of a length of training."""
+        if every.updates:
+            return self.step - self.step % every.updates + every.updates
+        done = math.floor(self.batches.epoch(self.step) / every.epochs + 1e-9)
         for number in (done, done + 1, done + 2):
-            step = self.batches.updates(number * self.config.eval_every)
+            step = self.batches.updates(number * every.epochs)
             if number and step > self.step:
                 return step
         return self.total_steps
 
-    def _is_evaluation(self) -> bool:
-        number = round(self.batches.epoch(self.step) / self.config.eval_every)
-        near = (self.batches.updates(n * self.config.eval_every) for n in (number - 1, number, number + 1) if n > 0)
-        return self.step == self.total_steps or self.step in near
+    def _is_due(self, every: Every) -> bool:
+        if every.updates or self.step == self.total_steps:
+            return self.step == self.total_steps or self.step % every.updates == 0
+        number = round(self.batches.epoch(self.step) / every.epochs)
+        near = (self.batches.updates(n * every.epochs) for n in (number - 1, number, number + 1) if n > 0)
+        return self.step in near
 
     def handle(self, seconds: float) -> None:
         """Log, evaluate, save: whatever is due at this update."""
         self.steps.wait()
-        losses = self._checked_losses()
+        loss = self._checked_loss()
         end = self.step == self.total_steps
         if end or self.step % self.config.log_every == 0:
-            self._log(losses, seconds)
-        better = self._is_evaluation() and self._evaluate(seconds)
+            self._log(loss, seconds)
+        better = self._evaluate(seconds)
         if end or better or self.step % self.config.checkpoint_every == 0:
             self.save(seconds, self.best if better else None)
         if end:
             self._finish(seconds)
 
     def _mean_total(self) -> torch.Tensor:
-        """Summed losses of the seeds since the last log line, over all processes."""
+        """Return the sum of losses since the last log line, over all processes."""
         several = self.accelerator.num_processes > 1
         return self.accelerator.reduce(self.total, "mean") if several else self.total
 
-    def _checked_losses(self) -> list[float]:
-        """Mean loss of each seed since the last log line; a run whose every seed has diverged ends here."""
-        losses: list[float] = (self._mean_total() / max(self.step - self.logged, 1)).tolist()
-        if not any(map(math.isfinite, losses)):
+    def _checked_loss(self) -> float:
+        """Return the mean loss since the last log line; a run that has diverged ends here."""
+        loss: float = (self._mean_total() / max(self.step - self.logged, 1)).item()
+        if not math.isfinite(loss):
             raise Diverged(
-                f"{self.label}: the loss is not finite at update {self.step} (seeds {list(self.job.seeds)}); earlier "
+                f"{self.label}: the loss is not finite at update {self.step} (seed {self.job.seed}); earlier "
                 "checkpoints are intact. Lower --lr or set --clip"
             )
-        return losses
+        return loss
 
-    def _log(self, losses: Sequence[float], seconds: float) -> None:
-        self._write("log", seconds, [{"loss": value} for value in losses])
-        finite = [value for value in losses if math.isfinite(value)]
-        self.say.advance(self.label, self.step, self.total_steps, {"loss": sum(finite) / len(finite)})
+    def _log(self, loss: float, seconds: float) -> None:
+        self._write("log", seconds, {"loss": loss})
+        self.say.advance(self.label, self.step, self.total_steps, {"loss": loss})
         self.total.zero_()
         self.logged = self.step
 
     def _evaluate(self, seconds: float) -> bool:
-        """Metrics of every seed; True when the headline is the best so far and such checkpoints are kept."""
-        model = self.plain_model
-        model.eval()
-        with torch.no_grad():
-            found = self.experiment.evaluate(model, self.splits, self.config)
-        model.train()
-        # Processes may find different figures (batch norm's statistics are each one's own): the first one's count, or
-        # some would save where others do not, and wait for ever.
-        told = [{name: value.reshape(-1).tolist() for name, value in found.items()}]
-        columns: dict[str, list[float]] = broadcast_object_list(told)[0]
-        rows = [{name: values[k] for name, values in columns.items()} for k in range(len(self.job.seeds))]
-        self._write("eval", seconds, rows)
-        if self.sheet.headline not in columns:
+        """Measure what is due; return whether the headline is the best so far and such checkpoints are kept."""
+        metrics: dict[str, float] = {}
+        for number, evaluation in enumerate(self.evaluations):
+            if self._is_due(self._interval(evaluation)):
+                metrics |= self._measured(evaluation, number)
+        if metrics:
+            self._write("eval", seconds, metrics)
+        value = metrics.get(self.headline.name)
+        if value is None:
             return False
-        values = columns[self.sheet.headline]
-        mean = sum(values) / len(values)
-        self.say.advance(self.label, self.step, self.total_steps, {self.sheet.headline: mean})
-        if not mean < self.best:
+        self.say.advance(self.label, self.step, self.total_steps, {self.headline.name: value})
+        if not self.headline.is_better(value, self.best):
             return False
-        self.best = mean
+        self.best = value
         return self.settings.keep_best
 
-    def _write(self, kind: str, seconds: float, rows: Sequence[dict[str, float]]) -> None:
+    def _measured(self, evaluation: Evaluation, number: int) -> dict[str, float]:
+        """Return metrics by name. All processes take the first one's, or some would save where others do not."""
+        model = self.plain_model
+        model.eval()
+        draws = draws_of_evaluation(self.job.seed, self.step, number, self.accelerator.device)
+        with torch.no_grad():
+            found = evaluation.run(model, self.data, self.config, draws, at_once)
+        model.train()
+        told: list[dict[str, float]] = [{name: float(value) for name, value in found.items()}]
+        return broadcast_object_list(told)[0]  # type: ignore[no-any-return]
+
+    def _write(self, kind: str, seconds: float, row: Mapping[str, float]) -> None:
         if self.folder is None:
             return
         when = {
@@ -293,18 +275,20 @@ class Run:
             "epoch": round(self.batches.epoch(self.step), 6),
             "seconds": round(self.base_seconds + seconds, 4),
         }
-        self.folder.log([{**when, "seed": seed, **row} for seed, row in zip(self.job.seeds, rows)])
+        self.folder.log([{**when, "seed": self.job.seed, **row}])
         self._pass_on_notes()
 
     def _finish(self, seconds: float) -> None:
         model = self.plain_model
         model.eval()
-        members = [model.member(k) for k in range(model.members)] if isinstance(model, Stack) else [model]
-        extras = {str(s): self.experiment.inspect(m, self.splits, self.config) for s, m in zip(self.job.seeds, members)}
+        extras = self.experiment.inspect(model, self.data, self.config)
         if self.folder is None:
             return
-        if any(extras.values()):
-            self.folder.write_json("extras.json", extras)
+        draws = draws_of_evaluation(self.job.seed, self.step, len(self.evaluations), self.accelerator.device)
+        with torch.no_grad():
+            self.experiment.artefacts(model, self.data, self.config, draws, self.folder.artefacts)
+        if extras:
+            self.folder.write_json("extras.json", {str(self.job.seed): extras})
         summary = {
             "finished": True,
             "steps": self.step,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,100 +9,111 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ...errors import fail, one_of
 from ...optim import clip_gradients
-from ..experiments import Config, Sheet
-from ..protocol import Experiment, Split
-from .batches import Batches
-from .stack import Stack
+from ..experiment import Config, Sheet
+from ..protocol import Experiment, Loss
+from .batches import Batches, ShuffledBatches
+from .draws import Draws, draws_of_update
 
-ENGINES = ("auto", "eager", "graph", "compile")
-RUNS_COMPILED = 1024  # in one process
-COMPILE_PAYS = 50_000  # updates after which compiling is earned back: some 6 s a run, 0.15 ms an update (H200, MNIST)
+ENGINES = ("auto", "eager", "graph")
 
 
-def choose(name: str, accelerator: Accelerator, config: Config, sheet: Sheet, updates: int) -> tuple[str, str]:
-    """The engine and the reason; one that was asked for and cannot serve raises."""
+def choose(name: str, accelerator: Accelerator, config: Config, sheet: Sheet) -> tuple[str, str]:
+    """Return the engine and the reason; one that was asked for and cannot serve raises."""
     one_of("--engine", name, ENGINES)
     obstacle = _obstacle(accelerator, config, sheet)
-    if name in ("graph", "compile") and obstacle:
+    if name == "graph" and obstacle:
         raise fail(f"--engine {name} needs one process on a GPU with fixed shapes", obstacle, "Use --engine auto.")
     if name != "auto":
         return name, "asked for"
-    if obstacle:
-        return "eager", obstacle
-    if updates >= COMPILE_PAYS:
-        return "compile", f"compiled and captured as a CUDA graph: shapes are fixed and {updates:,} updates pay for it"
-    return "graph", "captured as a CUDA graph: shapes are fixed"
+    return ("eager", obstacle) if obstacle else ("graph", "captured as a CUDA graph: shapes are fixed")
 
 
 def _obstacle(accelerator: Accelerator, config: Config, sheet: Sheet) -> str:
-    """Why an update cannot be captured; empty when it can."""
+    """Return why an update cannot be captured; empty when it can."""
     if accelerator.device.type != "cuda":
         return f"no CUDA graphs on {accelerator.device.type}"
     if accelerator.num_processes > 1:
         return f"{accelerator.num_processes} processes exchange gradients from hooks"
     if config.precision == "fp16":
         return "fp16's loss scale is decided on the host"
+    if sheet.sampled:
+        return "the loss draws random numbers, which a graph would have to draw anew"
     return "" if sheet.fixed_shapes else "shapes change from batch to batch"
-
-
-def _prepare_compiler() -> None:
-    """Every run of a command compiles the same method: past the limit of 8, the ninth would run uncompiled, and slower.
-
-    Whether matrix products may round to TF32 is what --precision says; the compiler's advice on it is not for us.
-    """
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, RUNS_COMPILED)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, RUNS_COMPILED)
-    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
 
 
 @dataclass
 class Update:
-    """One optimiser update, the same code for every engine.
-
-    ``index`` is [batch], or [members, batch] for a stack. Losses are summed up on the device in ``total`` [members].
-    """
+    """One optimiser update, the same code for every engine. Losses are summed up on the device in ``total``."""
 
     experiment: Experiment
     config: Config
     model: nn.Module
     optimizer: Any
-    train: Split
+    data: Any
     accelerator: Accelerator
-    total: Tensor
-    compiled: bool = False
+    total: Tensor  # [], sum of the updates' mean losses
+    seed: int
 
-    def __post_init__(self) -> None:
-        self.members = self.model.members if isinstance(self.model, Stack) else 0
-        self._losses: Callable[[Tensor], Tensor] = self._plain_losses
-        if self.compiled:
-            _prepare_compiler()
-            self._losses = torch.compile(self._plain_losses, dynamic=False)
-
-    def _plain_losses(self, index: Tensor) -> Tensor:
-        batch = self.experiment.batch(self.train, index)
-        if isinstance(self.model, Stack):
-            return self.model.losses(self.experiment.loss, batch)
-        return self.experiment.loss(self.model, batch).reshape(1)
-
-    def __call__(self, index: Tensor) -> None:
-        parts = index.chunk(self.config.accumulate, dim=-1)
+    def __call__(self, index: Tensor, step: int | None = None) -> None:
+        """Train on the cases of ``index``, this process's share; ``step`` is None where nothing is drawn."""
+        parts = index.chunk(self.config.accumulate)
         self.optimizer.zero_grad(set_to_none=True)
-        for number, part in enumerate(parts, 1):
-            with self._quiet(number < len(parts)), self.accelerator.autocast():
-                losses = self._losses(part) / len(parts)
-            self.accelerator.backward(losses.sum())
-            self.total.add_(losses.detach())
+        found = [self._backward(part, number, len(parts), step) for number, part in enumerate(parts)]
+        share = self._share([loss.weight for loss in found], len(index))
+        total = sum(loss.total for loss in found)
+        self.total.add_(total if share is None else total * share)
         if self.config.clip > 0:
             self.accelerator.unscale_gradients(self.optimizer)  # its own, not every run's
-            clip_gradients(list(self.model.parameters()), self.config.clip, self.config.clip_by, self.members)
+            clip_gradients(list(self.model.parameters()), self.config.clip, self.config.clip_by)
         self.optimizer.step()
 
+    def _backward(self, index: Tensor, number: int, parts: int, step: int | None) -> Loss:
+        """Add one part's gradients; return its share of the mean loss, if all cases weigh the same, and its weight.
+
+        A part is divided by its number of cases, or where it is the whole batch by its weight at once.
+        """
+        draws = self._draws(index, number, parts, step)
+        batch = tree_map_only(Tensor, self._here, self.experiment.batch(self.data, index))
+        with self._quiet(number < parts - 1), self.accelerator.autocast():
+            loss = self.experiment.loss(self.model, batch, draws)
+            whole = parts * self.accelerator.num_processes == 1
+            mean = loss.total / (loss.weight if whole else len(index)) / parts
+        self.accelerator.backward(mean)
+        return Loss(mean.detach(), loss.weight)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.accelerator.device, non_blocking=True)
+
+    def _draws(self, index: Tensor, number: int, parts: int, step: int | None) -> Draws:
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        if step is None:
+            return Draws(torch.default_generator, 0, len(index), len(index))
+        part, cases = rank * parts + number, len(index) * parts * world
+        return draws_of_update(self.seed, step, self.accelerator.device, part, parts * world, cases)
+
+    def _share(self, weights: list[Tensor | int], cases: int) -> Tensor | None:
+        """Scale gradients from a mean over cases to one over weights; None where the two are the same.
+
+        A weight that is a Python number is the number of cases.
+        """
+        world = self.accelerator.num_processes
+        if len(weights) * world == 1 or all(isinstance(weight, int) for weight in weights):
+            return None
+        both = torch.stack([torch.as_tensor(sum(weights), dtype=torch.float64), torch.tensor(float(cases)).double()])
+        both = both.to(self.accelerator.device)
+        weight, count = self.accelerator.reduce(both, "sum") if world > 1 else both
+        share: Tensor = (count / weight).float()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(share)
+        return share
+
     def _quiet(self, more: bool) -> AbstractContextManager[Any]:
-        """Processes exchange gradients after an update's last part only."""
+        """Exchange gradients between processes after an update's last part only."""
         return self.accelerator.no_sync(self.model) if more else nullcontext()
 
 
@@ -121,11 +130,9 @@ class Eager:
         """Get ready for ``count`` updates from ``step`` on."""
 
     def launch(self, step: int, count: int) -> None:
-        """Carry out, or enqueue, ``count`` updates."""
+        """Carry out ``count`` updates."""
         for number in range(step, step + count):
-            index = self.batches.indices(number)[0]
-            share = index.chunk(self.world, dim=-1)[self.rank]
-            self.update(share if self.update.members else share[0])
+            self.update(self.batches.at(number).chunk(self.world)[self.rank], number)
 
     def wait(self) -> None:
         """Return when all that was launched is done."""
@@ -145,7 +152,7 @@ class Captured:
     burst = 8
     WARM_UP = 3
 
-    def __init__(self, update: Update, batches: Batches, step: int) -> None:
+    def __init__(self, update: Update, batches: ShuffledBatches, step: int) -> None:
         self.update, self.batches = update, batches
         device = update.total.device
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -155,8 +162,7 @@ class Captured:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def _indices(self, step: int, count: int) -> Tensor:
-        rows = self.batches.indices(step, count)
-        return (rows if self.update.members else rows[:, 0]).to(self.update.total.device)
+        return self.batches.stretch(step, count).to(self.update.total.device)
 
     def begin(self, step: int, count: int) -> None:
         """Put the cases of the next ``count`` updates where the graph reads them."""

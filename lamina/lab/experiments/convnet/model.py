@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,12 +9,12 @@ from torch import Tensor, nn
 
 from ....layers import Conv2d, Linear
 from ....population_statistics import population_statistics
-from ...protocol import Split
+from ...protocol import Evaluation
 from .. import images
-from ..images import batch, initialise, loss, parts, splits
+from ..images import Images, artefacts, batch, batches, initialise, load, loss, parts, picked
 from .settings import LAYERS, ConvnetConfig
 
-__all__ = ["batch", "build", "evaluate", "inspect", "loss", "splits"]
+__all__ = ["artefacts", "batch", "batches", "build", "evaluations", "inspect", "load", "loss"]
 
 INSPECTED = 1000  # test cases behind the border statistics
 # norm and gain_shape of the convolutions; the fully connected layer has one unit a position in any case
@@ -51,23 +50,28 @@ class ConvNet(nn.Module):
         return self.logits(self.fc(x.flatten(1)))  # type: ignore[no-any-return]
 
 
-def build(config: ConvnetConfig, splits: Mapping[str, Split]) -> nn.Module:
-    """The network for the images and classes at hand."""
-    images, labels = splits["train"]
+def build(config: ConvnetConfig, data: Images) -> nn.Module:
+    """Return the network for the images and classes at hand."""
+    images, labels = data.splits["train"]
     return initialise(ConvNet(config, tuple(images.shape[1:]), int(labels.max()) + 1))
 
 
-def evaluate(model: nn.Module, splits: Mapping[str, Split], config: ConvnetConfig) -> dict[str, Tensor]:
-    """NLL and error of each split."""
+def evaluations(config: ConvnetConfig) -> tuple[Evaluation, ...]:
+    return images.evaluations(config, settle)
+
+
+def settle(model: nn.Module, data: Images, config: ConvnetConfig) -> None:
+    """Give batch norm the statistics of a pass over the training cases that curves are measured on."""
     if config.norm == "batch" and config.statistics == "exact":
-        population_statistics(model, (images.batch(splits["train"], index) for index in parts(splits["train"])))
-    return images.evaluate(model, splits, config)
+        train = images.shown(data, config).splits["train"]
+        population_statistics(model, (picked(train, index) for index in parts(train)))
 
 
 @torch.no_grad()
-def inspect(model: nn.Module, splits: Mapping[str, Split], config: ConvnetConfig) -> dict[str, list[float]]:
-    """For each convolution, by distance to the border: share of units on, mean and variance of summed inputs."""
-    images, _ = batch(splits["test"], torch.arange(min(INSPECTED, len(splits["test"][0]))))
+def inspect(model: nn.Module, data: Images, config: ConvnetConfig) -> dict[str, list[float]]:
+    """Return, by distance to the border, each convolution's share of units on, and mean and variance of its sums."""
+    test = data.splits["test"]
+    images, _ = picked(test, torch.arange(min(INSPECTED, len(test[0]))))
     found: dict[str, list[float]] = {}
     hooks = [
         layer.register_forward_hook(lambda layer, args, _, name=name: found.update(_border(name, layer, args[0])))

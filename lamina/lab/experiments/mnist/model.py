@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
 
-from torch import Tensor, nn
+from torch import nn
 
 from ....layers import Linear
-from ...protocol import Model, Split
+from ...protocol import Evaluation
 from .. import images
-from ..images import batch, initialise, loss, splits
+from ..images import Images, artefacts, batch, batches, initialise, load, loss
 from .settings import MnistConfig
 
-__all__ = ["batch", "build", "evaluate", "inspect", "loss", "splits"]
+__all__ = ["artefacts", "batch", "batches", "build", "evaluations", "inspect", "load", "loss"]
 
 # norm of the hidden layers, norm of the logits. Layer norm leaves the logits alone: their scale is the prediction's
 # confidence. The paper's batch norm is "applied to all layers"; weight norm reparametrises all.
@@ -26,11 +25,11 @@ PLACES: dict[str, tuple[str | None, str | None]] = {
 }
 
 
-def build(config: MnistConfig, splits: Mapping[str, Split]) -> nn.Module:
+def build(config: MnistConfig, data: Images) -> nn.Module:
     """pixels -> hidden -> hidden -> classes, ReLU."""
     hidden_norm, logit_norm = PLACES[config.norm]
     unbiased = config.unbiased == "always" or (config.unbiased == "small" and config.batch_size < 128)
-    images, labels = splits["train"]
+    images, labels = data.splits["train"]
     sizes = (images[0].numel(), config.hidden, config.hidden)
     layers = [
         Linear(a, b, norm=hidden_norm, activation="relu", momentum=config.momentum, unbiased=unbiased)
@@ -41,11 +40,11 @@ def build(config: MnistConfig, splits: Mapping[str, Split]) -> nn.Module:
     return initialise(nn.Sequential(nn.Flatten(), *layers, logits))
 
 
-def evaluate(model: Model, splits: Mapping[str, Split], config: MnistConfig) -> dict[str, Tensor]:
-    """NLL and error of each split, in large parts: a GPU waits for the host between them."""
-    return images.evaluate(model, splits, config, chunk=20_000)
+def evaluations(config: MnistConfig) -> tuple[Evaluation, ...]:
+    """Measure in large parts: a GPU waits for the host between them."""
+    return images.evaluations(config, chunk=20_000)
 
 
-def inspect(model: nn.Module, splits: Mapping[str, Split], config: MnistConfig) -> dict[str, list[float]]:
-    """Nothing beyond the curves."""
+def inspect(model: nn.Module, data: Images, config: MnistConfig) -> dict[str, list[float]]:
+    """Return nothing beyond the curves."""
     return {}

@@ -1,0 +1,73 @@
+"""A worker process: take orders from standard input, train, and tell of it in JSON lines on standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from typing import Any
+
+from ..experiment import Job
+from ..experiments import find
+from ..runs.progress import JsonReporter
+from .commands import told
+from .workers import train_here
+
+orders: queue.Queue[str | None] = queue.Queue()
+at_work = threading.Event()
+
+
+def main() -> None:
+    """Carry out orders until standard input closes, which it does however the parent ends."""
+    threading.Thread(target=_listen, daemon=True).start()
+    stream = _Output()
+    while (order := orders.get()) is not None:
+        at_work.set()
+        code, text = _carry_out(json.loads(order), JsonReporter(stream))
+        at_work.clear()
+        stream.write(json.dumps({"event": "done", "code": code, "text": text}) + "\n")
+
+
+class _Output:
+    """Standard output; once its reader has died the run goes on until its checkpoint is saved."""
+
+    def write(self, text: str) -> int:
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: every write is flushed."""
+
+
+def _listen() -> None:
+    """Hand on orders; at the end of the input a run at work saves its checkpoint and ends."""
+    for line in sys.stdin:
+        orders.put(line)
+    orders.put(None)
+    if at_work.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _carry_out(order: dict[str, Any], say: JsonReporter) -> tuple[int, str]:
+    """Return the exit code of one job, and what to say of its error."""
+    described = order.pop("job")
+    config = find(described["experiment"]).config(**described.pop("config"))
+    try:
+        train_here([Job(config=config, **{**described, "vary": tuple(described["vary"])})], order, say)
+    except (Exception, KeyboardInterrupt) as error:
+        words, code = told(error) or ("", 0)
+        if not words:
+            raise
+        return code if code == 2 else 1, " ".join(words.split())
+    return 0, ""
+
+
+if __name__ == "__main__":
+    main()
