@@ -19,10 +19,11 @@ DATA  ?= $(LAMINA_DATA)
 reproduce: $(STAMP)
 	$(BIN)/lamina reproduce
 
-# Everything that matters: style, types and the quick tests.
+# Everything that matters: style, spelling, types and the quick tests.
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
@@ -44,18 +45,9 @@ bench-gpu:
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.lab.kills --kills $(KILLS) --record results/soak.json
 
-# The experiments at full size on the real data under DATA, on one GPU, with the Python at hand. Stop it and run it
-# again: it goes on.
-NORMS  := layer,batch,batch_hidden,weight,none
-PAPER  := --data $(DATA) --precision tf32 --no-keep-best --checkpoint-every 200000 --resume
-CONV   := --norm none,layer,layer_channel,batch --seeds 3 --log-every 500 --together 12
-paper:
-	$(PYTHON) -m lamina run mnist $(PAPER) --norm $(NORMS) --batch-size 128,4 --seeds 5 --epochs 40 --log-every 20000 \
-	  --together 10 --tuned results/tuning-mnist_mnist.json
-	$(PYTHON) -m lamina run convnet $(PAPER) $(CONV) --dataset cifar10 --tuned results/tuning-convnet_cifar10.json
-	$(PYTHON) -m lamina run convnet $(PAPER) $(CONV) --dataset fashion_mnist \
-	  --tuned results/tuning-convnet_fashion_mnist.json
-	$(PYTHON) -m lamina report runs --out results --markdown RESULTS.md
+# Every experiment on the real data under DATA, sized for two cores, then the report. Stop it and run it again: it goes on.
+paper: $(STAMP)
+	$(BIN)/lamina paper --data $(DATA)
 
 # RESULTS.md, figures and page anew from the records in results/.
 results: $(STAMP)
@@ -64,6 +56,7 @@ results: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 
 types: $(STAMP)
 	$(BIN)/mypy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .results import Metric, Mixed, Results, Run
@@ -18,6 +18,7 @@ from .statistics import (
     crossing,
     differences,
     log_ratios,
+    shown,
 )
 
 WORDS = ("reproduced", "direction reproduced", "inconclusive", "not reproduced")
@@ -35,8 +36,8 @@ class Measure(Protocol):
     def pairs(self, baseline: Results, ours: Results, metric: FindMetric) -> Pairs:
         """Return the comparison by seed."""
 
-    def value(self, effect: float) -> str:
-        """Return an effect as the report prints it."""
+    def value(self, effect: float, spread: float = 0.0) -> str:
+        """Return an effect as the report prints it, with two digits of its spread."""
 
     def words(self, found: Interval) -> str:
         """Return an interval as the report prints it."""
@@ -67,11 +68,11 @@ class Speed:
         )
         return log_ratios(theirs, own, (baseline.steps(), ours.steps()))
 
-    def value(self, effect: float) -> str:
-        return f"{math.exp(effect):.3g}x"
+    def value(self, effect: float, spread: float = 0.0) -> str:
+        return times(effect)
 
     def words(self, found: Interval) -> str:
-        return in_words(self, found, "fewer updates")
+        return in_words(self, found, after=" as fast")
 
 
 @dataclass(frozen=True)
@@ -87,16 +88,18 @@ class Quality:
     def pairs(self, baseline: Results, ours: Results, metric: FindMetric) -> Pairs:
         measured = metric(self.metric)
         theirs, own = (side.best(measured) if self.at == "best" else side.final(measured) for side in (baseline, ours))
-        found = log_ratios(theirs, own) if self.ratio else differences(theirs, own)
-        return negated(found) if measured.higher else found
+        if measured.higher:  # a run that diverged is worth minus infinity, in a ratio 0
+            least = 0.0 if self.ratio else -math.inf
+            theirs, own = ({seed: max(value, least) for seed, value in side.items()} for side in (own, theirs))
+        return (log_ratios if self.ratio else differences)(theirs, own)
 
-    def value(self, effect: float) -> str:
+    def value(self, effect: float, spread: float = 0.0) -> str:
         if self.ratio:
-            return f"{math.exp(effect):.3g}x"
-        return f"{self.scale * effect:+.2g}{self.unit and ' ' + self.unit}"
+            return times(effect)
+        return f"{shown(self.scale * effect, self.scale * spread, '+')}{self.unit and ' ' + self.unit}"
 
     def words(self, found: Interval) -> str:
-        return in_words(self, found, "lower" if self.ratio else "ahead")
+        return in_words(self, found, "ratio " if self.ratio else "lead ")
 
 
 @dataclass(frozen=True)
@@ -110,22 +113,31 @@ class Inside:
         found = ours.by_seed(self.of)
         return differences({s: b for s, (_, b) in found.items()}, {s: a for s, (a, _) in found.items()})
 
-    def value(self, effect: float) -> str:
-        return f"{effect:+.2g}{self.unit and ' ' + self.unit}"
+    def value(self, effect: float, spread: float = 0.0) -> str:
+        return f"{shown(effect, spread, '+')}{self.unit and ' ' + self.unit}"
 
     def words(self, found: Interval) -> str:
-        return in_words(self, found, "")
+        return in_words(self, found)
 
 
-def in_words(measure: Measure, found: Interval, what: str) -> str:
-    """Return ``1.84x fewer updates (1.52x to 2.23x, n = 5)``, or the bound where some run missed the level."""
-    low, middle, high = (measure.value(value) for value in (found.low, found.estimate, found.high))
-    bounded = math.isfinite(found.low), math.isfinite(found.high)
-    tail = f"{what and ' ' + what} ({low} to {high}, n = {found.n})"
-    if bounded == (True, True):
-        return middle + tail
-    missed = f"{what and ' ' + what} (n = {found.n}; some runs missed the target)"
-    return {(True, False): f"at least {low}", (False, True): f"at most {high}"}.get(bounded, "any number of") + missed
+def times(effect: float) -> str:
+    """Return a log ratio as ``1.84x``."""
+    ratio = math.exp(min(effect, 700.0))
+    return f"{ratio:,.0f}x" if ratio >= 1000 else f"{ratio:.3g}x"
+
+
+def in_words(measure: Measure, found: Interval, before: str = "", after: str = "") -> str:
+    """Return ``1.84x as fast (1.52x to 2.23x, n = 5)``; the median and a bound where some run missed the level."""
+    half = (found.high - found.low) / 2
+    spread = half if math.isfinite(half) else 0.0
+    low, high = (measure.value(end, spread).split()[0] for end in (found.low, found.high))
+    middle = f"{before}{measure.value(found.estimate, spread)}{after}"
+    if math.isfinite(half):
+        return f"{middle} ({low} to {high}, n = {found.n})"
+    known = [(words, end) for words, end in ((f"at least {low}", found.low), (f"at most {high}", found.high))]
+    bound = next((words for words, end in known if math.isfinite(end)), "no bound")
+    told = f"{middle} (median; {bound}" if math.isfinite(found.estimate) else f"{bound}{after} ("
+    return f"{told}, n = {found.n}, some runs missed the target)".replace("(, ", "(")
 
 
 @dataclass(frozen=True)
@@ -155,8 +167,8 @@ class Claim:
 class Verdict:
     """The word, the interval that it rests on, and what else a reader should see. Values above 0 favour the claim.
 
-    placebo: the baseline against its own runs with other seeds. levels: intervals by share of the baseline's
-    improvement, of the claim and of the placebo.
+    nearest: what pairs with a miss are worth at least. placebo: the baseline against its own runs with other seeds, at
+    ``placebo_share`` of the baseline's improvement. levels: intervals by such a share, of the claim and of the placebo.
     """
 
     word: str
@@ -164,7 +176,9 @@ class Verdict:
     reason: str = ""
     interval: Interval | None = None
     pairs: BySeed = field(default_factory=dict)
+    nearest: BySeed = field(default_factory=dict)
     placebo: Interval | None = None
+    placebo_share: float = 1.0
     levels: tuple[tuple[float, Interval | None, Interval | None], ...] = ()
 
     @property
@@ -179,43 +193,57 @@ def judge(claim: Claim, results: Results, metric: FindMetric) -> Verdict:
     try:
         pairs = claim.measure.pairs(baseline, ours, metric)
         worse = _ends_worse(claim, baseline, ours, metric)
-        verdict = _decided(claim, pairs, worse)
-        return replace(verdict, **_besides(claim, baseline, ours, metric))
+        levels = _at_levels(claim, baseline, ours, metric)
     except Mixed:
         return Verdict(INCONCLUSIVE, "not measured", MIXED_RUNS)
+    found, (share, placebo) = pairs.interval(), _placebo(levels)
+    word, reason = _word(claim, pairs, found, worse, placebo)
+    reason = reason or (found is None and _why_no_interval(pairs, baseline, ours)) or ""
+    measured = claim.measure.words(found) if found else "not measured"
+    if found and pairs.both_missed:
+        measured += f"; in {pairs.both_missed} more seeds neither side reached the target"
+    return Verdict(word, measured, reason, found, pairs.value, pairs.nearest, placebo, share, levels)
 
 
-def _decided(claim: Claim, pairs: Pairs, worse: str) -> Verdict:
-    found = pairs.interval()
-    if found is None:
-        return Verdict(INCONCLUSIVE, "not measured", _why_no_interval(pairs), pairs=pairs.value)
-    measured = claim.measure.words(found)
-    word, reason = _word(claim, pairs, found, worse)
-    return Verdict(word, measured, reason, found, pairs.value)
-
-
-def _why_no_interval(pairs: Pairs) -> str:
-    if not pairs.value and pairs.both_missed:
-        return "no run of either side reached the target"
-    if len(pairs.value) + pairs.both_missed < MIN_SEEDS:
-        return f"fewer than {MIN_SEEDS} seeds of both sides"
-    return "the target was missed in more than half of the pairs"
-
-
-def _word(claim: Claim, pairs: Pairs, found: Interval, worse: str) -> tuple[str, str]:
+def _word(claim: Claim, pairs: Pairs, found: Interval | None, worse: str, placebo: Interval | None) -> tuple[str, str]:
     """Return the verdict's word, and the reason where the interval alone does not tell it."""
+    value = claim.measure.value
+    if worse:
+        return NOT_REPRODUCED, worse
+    if found is None:
+        return INCONCLUSIVE, ""
+    if placebo is not None and not placebo.low <= 0 <= placebo.high:
+        return INCONCLUSIVE, f"the placebo's interval does not contain {value(0.0)}: {claim.measure.words(placebo)}"
+    if found.low == found.high:
+        return INCONCLUSIVE, "the pairs do not differ, so their interval says nothing"
     if found.high < claim.margin:
         return NOT_REPRODUCED, "the interval lies on the other side"
     if found.low <= claim.margin:
-        return INCONCLUSIVE, f"the interval contains {claim.measure.value(claim.margin)}"
-    if worse:
-        return NOT_REPRODUCED, worse
-    agreeing = sum(value > claim.margin for value in pairs.value.values()) / len(pairs.value)
-    if claim.expected is None or agreeing < AGREEING:
+        return INCONCLUSIVE, f"the interval contains {value(claim.margin)}"
+    return _reproduced(claim, pairs, found)
+
+
+def _reproduced(claim: Claim, pairs: Pairs, found: Interval) -> tuple[str, str]:
+    """Return whether more than the direction is reproduced, for an interval that excludes no effect."""
+    if claim.expected is None:
         return DIRECTION, ""
-    if found.low <= math.log(claim.expected) <= found.high:
-        return REPRODUCED, ""
-    return DIRECTION, f"the interval does not contain the paper's {claim.expected:g}x"
+    if not found.low <= math.log(claim.expected) <= found.high:
+        return DIRECTION, f"the interval does not contain the paper's {claim.expected:g}x"
+    agreeing = sum(value > claim.margin for value in pairs.value.values())
+    if agreeing < AGREEING * len(pairs.value):
+        return DIRECTION, f"only {agreeing} of {len(pairs.value)} pairs agree"
+    return REPRODUCED, ""
+
+
+def _why_no_interval(pairs: Pairs, baseline: Results, ours: Results) -> str:
+    seeds = {run["seed"] for run in baseline} & {run["seed"] for run in ours}
+    if len(seeds) < MIN_SEEDS:
+        return f"fewer than {MIN_SEEDS} seeds of both sides"
+    if not pairs.seeds:
+        return "these runs did not measure it"
+    if pairs.both_missed == pairs.seeds:
+        return "no run of either side reached the target"
+    return f"the target was missed in {pairs.misses} of {pairs.seeds} pairs"
 
 
 def _ends_worse(claim: Claim, baseline: Results, ours: Results, metric: FindMetric) -> str:
@@ -228,19 +256,25 @@ def _ends_worse(claim: Claim, baseline: Results, ours: Results, metric: FindMetr
     return f"its best {metric(claim.final).label} is worse" if worse else ""
 
 
-def _besides(claim: Claim, baseline: Results, ours: Results, metric: FindMetric) -> dict[str, Any]:
-    """Return the placebo, and the ratios at other levels, of a claim on speed."""
+def _at_levels(
+    claim: Claim, baseline: Results, ours: Results, metric: FindMetric
+) -> tuple[tuple[float, Interval | None, Interval | None], ...]:
+    """Return the ratios of a claim on speed, and of its placebo, by share of the baseline's improvement."""
     measure, seeds = claim.measure, {run["seed"] for run in ours}
     shared, further = (Results([r for r in baseline if (r["seed"] in seeds) is known]) for known in (True, False))
     if not isinstance(measure, Speed) or not len(shared):
-        return {}
-    placebo = _renumbered(further, shared)
-    levels = []
-    for share, level in measure.levels(shared, metric).items():
-        rivals = (ours, placebo)
-        found = [measure.at_level(shared, rival, metric, level).interval() if len(rival) else None for rival in rivals]
-        levels.append((share, *found))
-    return {"placebo": levels[-1][2], "levels": tuple(levels)}
+        return ()
+    rivals = ours, _renumbered(further, shared)
+    return tuple(
+        (share, *(measure.at_level(shared, rival, metric, level).interval() for rival in rivals))  # type: ignore[misc]
+        for share, level in measure.levels(shared, metric).items()
+    )
+
+
+def _placebo(levels: tuple[tuple[float, Interval | None, Interval | None], ...]) -> tuple[float, Interval | None]:
+    """Return the placebo at the highest level at which it has an interval: half of its runs miss the very target."""
+    bounded = [(share, found) for share, _, found in levels if found and math.isfinite(found.high - found.low)]
+    return bounded[-1] if bounded else (1.0, None)
 
 
 def _renumbered(further: Results, shared: Results) -> Results:
@@ -248,9 +282,3 @@ def _renumbered(further: Results, shared: Results) -> Results:
     seeds = sorted(run["seed"] for run in shared)
     runs = sorted(further, key=lambda run: run["seed"])
     return Results([{**run, "seed": seed} for run, seed in zip(runs, seeds)])
-
-
-def negated(pairs: Pairs) -> Pairs:
-    """Return the pairs of a metric that is better the higher it is."""
-    turned = ({seed: -value for seed, value in side.items()} for side in (pairs.value, pairs.nearest))
-    return Pairs(*turned, pairs.both_missed)

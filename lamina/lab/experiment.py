@@ -29,7 +29,7 @@ def option(
     above: float | None = None,
     least: float | None = None,
 ) -> Any:
-    """A setting with its help; ``sweep`` lets the command line take several values (``--norm layer,none``)."""
+    """Return the field of a setting; ``sweep`` lets the command line take several values (``--norm layer,none``)."""
     metadata = {"help": help, "choices": tuple(choices), "sweep": sweep, "above": above, "least": least}
     return field(default=default, metadata=metadata)
 
@@ -116,23 +116,37 @@ def _check_setting(item: dataclasses.Field[Any], value: Any) -> None:
         raise fail(f"{flag} must be {rule}", repr(value), f"The default is {item.default!r}.")
 
 
+PANELS = ("curve", "profile", "bars", "table", "gallery")
+
+
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: ``y`` against ``x``, one line for each variant, mean and spread over seeds.
+    """One part of a figure, by ``kind``.
 
-    where: only runs whose settings are these. kind: "curve" for evaluations during training, "profile" for a
-    list kept in a run's ``extras`` under ``y``, with ``x`` the name of the list on the horizontal axis.
+    curve: the metric ``y`` against "update" or "epoch", one line for each variant, mean and spread over seeds.
+    profile: the same for the list ``y`` of a run's extras, against the list ``x``.
+    bars: the metric ``y`` at the end of training, or at its best, by variant.
+    table: the metrics that ``y`` names, separated by spaces, by variant; ``printed`` holds rows of the paper's table.
+    gallery: pictures of each variant's first finished run; ``y`` is a pattern of file names ("sample-*.png").
     """
 
     title: str
     y: str
-    y_label: str
-    x: str = "epoch"
-    x_label: str = "epoch"
+    y_label: str = ""
+    x: str = "update"
+    x_label: str = ""
     log: bool = False
-    where: Mapping[str, Any] = field(default_factory=dict)
+    log_x: bool = False
+    where: Mapping[str, Any] = field(default_factory=dict)  # only runs whose settings are these
     kind: str = "curve"
     y_limits: tuple[float, float] | None = None
+    references: Mapping[str, float] = field(default_factory=dict)  # lines by name: {"the paper's": 1.3}
+    printed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    at: str = "last"  # or "best": the value of bars and tables
+    scale: float = 1.0  # of the values in a table: 100 for percent
+
+    def __post_init__(self) -> None:
+        one_of("the kind of a panel", self.kind, PANELS)
 
 
 @dataclass(frozen=True)

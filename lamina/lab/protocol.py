@@ -18,7 +18,7 @@ from .training.draws import Draws
 
 
 class Data(Protocol):
-    """What an experiment loads; anything that can describe itself and go to a device."""
+    """Data of an experiment: anything that can describe itself and go to a device."""
 
     def describe(self) -> dict[str, Any]:
         """Return name, kind ("real" or "embedded"), label and checksums, for the record."""
@@ -35,19 +35,20 @@ class Loss(NamedTuple):
 
 
 class Progress(Protocol):
-    """How an evaluation tells how far it is, and keeps parts that are done: see ``Memo``."""
+    """Parts of an evaluation: a long one tells how far it is, and keeps the parts that are done."""
 
     def __call__(self, part: str, compute: Callable[[], Any]) -> Any:
-        """Return ``compute()``, or what it returned when an evaluation that was stopped asked for the same part."""
+        """Return ``compute()``, as JSON can hold it, or what it returned before the evaluation was stopped."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Metrics that are measured together, and how often.
 
-    run: takes the model in evaluation mode, data, settings, random draws that depend on seed and update alone, and
-    ``Progress``; returns metrics by name. every: None for the settings' own interval. on_checkpoint: too long to wait
-    for during training; ``lamina evaluate`` measures it on the best checkpoint.
+    run: takes the model in evaluation mode, data, settings, random draws that depend on seed and update alone (of one
+    case: see ``Draws.of_cases``), and ``Progress``; returns metrics by name. every: None for the settings' own
+    interval. on_checkpoint: too long to wait for during training; ``lamina evaluate`` measures it on the best
+    checkpoint.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Experiment(Protocol):
         """Return the cases of ``index``: tensors, in any nesting of tuples, lists and dicts."""
 
     def loss(self, model: nn.Module, batch: Any, draws: Draws) -> Loss:
-        """Return the loss of a batch."""
+        """Return the loss of a batch; it draws random numbers, dropout's too, where the sheet says ``sampled``."""
 
     def evaluations(self, config: Any) -> tuple[Evaluation, ...]:
         """Return what is measured during training and afterwards."""

@@ -44,8 +44,9 @@ def pooled(groups: Sequence[Sequence[float]]) -> Interval:
     shares = [stdev(group) ** 2 / len(group) for group in groups]
     weights = [share**2 / (len(group) - 1) for share, group in zip(shares, groups)]
     mean = fmean(fmean(group) for group in groups)
-    degrees = sum(shares) ** 2 / sum(weights) if sum(weights) else math.inf
-    half = t_quantile(degrees) * math.sqrt(sum(shares)) / len(groups)
+    if not sum(shares):
+        return Interval(mean, mean, mean, sum(map(len, groups)))
+    half = t_quantile(sum(shares) ** 2 / sum(weights)) * math.sqrt(sum(shares)) / len(groups)
     return Interval(mean, mean - half, mean + half, sum(map(len, groups)))
 
 
@@ -80,7 +81,9 @@ def baseline_levels(baseline: Mapping[int, Series], higher: bool = False) -> dic
     best = max if higher else min
     start = median(values[0] for _, values in baseline.values())
     target = median(best(values) for _, values in baseline.values())
-    return {share: start + share * (target - start) for share in SHARES}
+    target = target if math.isfinite(target) else math.nan  # most of them diverged: a level that nothing reaches
+    # From the target backwards: at share 1 the level is the target itself, which rounding must not move out of reach.
+    return {share: target + (1 - share) * (start - target) if share < 1 else target for share in SHARES}
 
 
 # Pairs
@@ -90,8 +93,9 @@ def baseline_levels(baseline: Mapping[int, Series], higher: bool = False) -> dic
 class Pairs:
     """Log ratios or differences by seed, above the point of no effect where ours is the better one.
 
-    value: infinite where one side missed the level. nearest: the same with the end of the budget in place of a miss,
-    which is what such a pair is worth at least. Seeds in which both sides missed say nothing and are only counted.
+    value: infinite where one side missed the level, or diverged. nearest: the same with what such a pair is worth at
+    least: the end of the budget in place of a miss, or the most extreme of the other pairs. both_missed: seeds in which
+    neither side got there; they say nothing and are only counted.
     """
 
     value: BySeed
@@ -99,46 +103,72 @@ class Pairs:
     both_missed: int = 0
 
     @property
+    def seeds(self) -> int:
+        return len(self.value) + self.both_missed
+
+    @property
     def misses(self) -> int:
-        return sum(not math.isfinite(value) for value in self.value.values())
+        """Return the number of seeds in which a side missed."""
+        return self.both_missed + sum(not math.isfinite(value) for value in self.value.values())
 
     def interval(self) -> Interval | None:
-        """Return the t interval; with misses the median and a bound; None where pairs are too few, or most missed."""
-        n, misses = len(self.value), self.misses
-        if n < MIN_SEEDS or misses > n / 2 or self.both_missed > (n + self.both_missed) / 2:
+        """Return the t interval; with misses the median and a bound; None where pairs are too few, or most missed.
+
+        A bound is an end of the t interval over the nearest values: the true mean lies beyond theirs.
+        """
+        if len(self.value) < MIN_SEEDS or 2 * self.misses > self.seeds:
             return None
-        found = t_interval(list(self.nearest.values()))
-        if not misses:
+        found, values = t_interval(list(self.nearest.values())), list(self.value.values())
+        if all(map(math.isfinite, values)):
             return found
-        gained = any(value == math.inf for value in self.value.values())
-        lost = any(value == -math.inf for value in self.value.values())
-        low, high = -math.inf if lost else found.low, math.inf if gained else found.high
-        return Interval(median(self.value.values()), low, high, n)
+        low = -math.inf if -math.inf in values else found.low
+        high = math.inf if math.inf in values else found.high
+        return Interval(median(values), low, high, len(values))
 
 
 def log_ratios(theirs: BySeed, ours: BySeed, budgets: tuple[BySeed, BySeed] | None = None) -> Pairs:
-    """Return ln(theirs / ours) by seed; ``budgets`` replace infinite values (a level never reached)."""
-    seeds = sorted(theirs.keys() & ours.keys())
-    told = [seed for seed in seeds if math.isfinite(theirs[seed]) or math.isfinite(ours[seed])]
-    value = {seed: _log_ratio(theirs[seed], ours[seed]) for seed in told}
+    """Return ln(theirs / ours) by seed; ``budgets`` stand in for infinite values (a level never reached)."""
+    value = {seed: _log_ratio(theirs[seed], ours[seed]) for seed in sorted(theirs.keys() & ours.keys())}
     if budgets is None:
-        return Pairs(value, value, len(seeds) - len(told))
-    nearest = {seed: _log_ratio(*(_reached(side, end, seed) for side, end in zip((theirs, ours), budgets))) for seed in told}
-    return Pairs(value, nearest, len(seeds) - len(told))
-
-
-def _reached(side: BySeed, budget: BySeed, seed: int) -> float:
-    return side[seed] if math.isfinite(side[seed]) else budget[seed]
+        return _pairs(value, _capped(value))
+    sides = ((side, budget) for side, budget in zip((theirs, ours), budgets))
+    reached = [{s: side[s] if math.isfinite(side[s]) else budget[s] for s in value} for side, budget in sides]
+    return _pairs(value, {seed: _log_ratio(reached[0][seed], reached[1][seed]) for seed in value})
 
 
 def _log_ratio(theirs: float, ours: float) -> float:
-    if math.isinf(theirs) or ours == 0:
-        return math.inf
-    return -math.inf if math.isinf(ours) or theirs == 0 else math.log(theirs / ours)
+    """Return the logarithm of a ratio of values from 0 to infinity; NaN where both are the one or the other."""
+    if theirs in (0, math.inf) or ours in (0, math.inf):
+        return math.nan if theirs == ours else math.inf if theirs > ours else -math.inf
+    return math.log(theirs / ours)
 
 
 def differences(theirs: BySeed, ours: BySeed) -> Pairs:
     """Return theirs - ours by seed; a value that is not finite is the worst there is."""
     value = {seed: theirs[seed] - ours[seed] for seed in sorted(theirs.keys() & ours.keys())}
+    return _pairs(value, _capped(value))
+
+
+def _pairs(value: BySeed, nearest: BySeed) -> Pairs:
     told = {seed: found for seed, found in value.items() if not math.isnan(found)}
-    return Pairs(told, told, len(value) - len(told))
+    return Pairs(told, {seed: nearest[seed] for seed in told}, len(value) - len(told))
+
+
+def _capped(value: BySeed) -> BySeed:
+    """Return the values with those that are infinite brought to the largest, or smallest, of the others."""
+    finite = [found for found in value.values() if math.isfinite(found)]
+    return {seed: min(max(found, min(finite)), max(finite)) for seed, found in value.items()} if finite else value
+
+
+# Numbers in words
+
+
+def shown(value: float, spread: float, sign: str = "") -> str:
+    """Return a number with two significant digits of its spread: ``1.488`` for 1.48812 and 0.042."""
+    if not math.isfinite(value) or value == spread == 0:
+        return f"{value:g}"
+    size = spread if 0 < spread < math.inf else abs(value) / 100  # without a spread four digits of the number, or three
+    digits = 1 - math.floor(math.log10(size)) if size else 1
+    if digits > 6:
+        return f"{value:{sign}.2e}"
+    return f"{round(value, digits):{sign},.{max(digits, 0)}f}"

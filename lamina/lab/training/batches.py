@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,17 +14,33 @@ from ...errors import fail
 from ..experiment import Every
 
 
-class Batches(Protocol):
-    """Batches of one run."""
+class Batches:
+    """Batches of one run; subclasses choose the cases. ``cases`` are those of one epoch."""
 
-    def at(self, step: int) -> Tensor:
-        """Return the cases of update ``step``, [batch]."""
+    def __init__(self, cases: int, batch_size: int, seed: int) -> None:
+        if cases < 1:
+            received = f"{cases} cases in batches of {batch_size}"
+            raise fail("training needs at least one batch of cases", received, "Use another data set.")
+        self.cases, self.batch_size, self.seed = cases, batch_size, seed
 
     def updates(self, epochs: float) -> int:
         """Return the number of updates in so many epochs, rounded up."""
+        wanted = epochs * self.cases / self.batch_size
+        if wanted > 2**53:
+            raise fail("a run has at most 2**53 updates", f"{epochs:g} epochs", "Use fewer.")
+        return max(1, math.ceil(wanted * (1 - 1e-12)))  # 3 * 0.1 epochs is 0.3, not a little more
 
     def epoch(self, step: int) -> float:
         """Return the epochs seen after ``step`` updates."""
+        return step * self.batch_size / self.cases
+
+    def at(self, step: int) -> Tensor:
+        """Return the cases of update ``step``, [batch]."""
+        raise NotImplementedError
+
+    def stretch(self, step: int, count: int) -> Tensor:
+        """Return the cases of ``count`` updates from ``step`` on, [count, batch]."""
+        return torch.stack([self.at(number) for number in range(step, step + count)])
 
 
 def length_in_updates(batches: Batches, length: Every) -> int:
@@ -33,15 +48,7 @@ def length_in_updates(batches: Batches, length: Every) -> int:
     return length.updates or batches.updates(length.epochs)
 
 
-def checked_updates(epochs: float, updates_an_epoch: float) -> int:
-    """Return epochs as updates, rounded up but for rounding errors: 3 * 0.1 epochs is 0.3, not a little more."""
-    wanted = epochs * updates_an_epoch
-    if wanted > 2**53:
-        raise fail("a run has at most 2**53 updates", f"{epochs:g} epochs", "Use fewer.")
-    return max(1, math.ceil(wanted * (1 - 1e-12)))
-
-
-class ShuffledBatches:
+class ShuffledBatches(Batches):
     """Epoch after epoch of shuffled cases, cut into batches of one size.
 
     A batch may span two epochs: every case comes once an epoch and every batch is full, so shapes never change (a
@@ -49,49 +56,33 @@ class ShuffledBatches:
     """
 
     def __init__(self, cases: int, batch_size: int, seed: int, drop_last: bool = False) -> None:
-        self.cases = cases // batch_size * batch_size if drop_last else cases
-        if self.cases < 1:
-            rule = "training needs at least one full batch" if drop_last else "training needs at least one case"
-            raise fail(rule, f"{cases} cases in batches of {batch_size}", "Use another data set.")
-        self.shuffled_cases, self.batch_size, self.seed = cases, batch_size, seed
-
-    def updates(self, epochs: float) -> int:
-        return checked_updates(epochs, self.cases / self.batch_size)
-
-    def epoch(self, step: int) -> float:
-        return step * self.batch_size / self.cases
+        super().__init__(cases // batch_size * batch_size if drop_last else cases, batch_size, seed)
+        self.shuffled_cases = cases
 
     def at(self, step: int) -> Tensor:
         return self.stretch(step, 1)[0]
 
     def stretch(self, step: int, count: int) -> Tensor:
-        """Return the cases of ``count`` updates from ``step`` on, [count, batch]."""
         first, last = step * self.batch_size, (step + count) * self.batch_size
         epochs = range(first // self.cases, -(-last // self.cases))
-        row = torch.cat([shuffled(self.shuffled_cases, self.seed, epoch)[: self.cases] for epoch in epochs])
-        start = first - epochs[0] * self.cases
-        return row[start : start + last - first].reshape(count, self.batch_size)
+        row = torch.cat([self._stretch(epoch, first, last) for epoch in epochs])
+        return row.reshape(count, self.batch_size)
+
+    def _stretch(self, epoch: int, first: int, last: int) -> Tensor:
+        """Return the part of one epoch that lies between two positions in the endless row of epochs."""
+        start = epoch * self.cases
+        order = shuffled(self.shuffled_cases, self.seed, epoch)
+        return order[max(first - start, 0) : min(last - start, self.cases)]
 
 
-class SampledBatches:
+class SampledBatches(Batches):
     """Cases drawn with replacement."""
-
-    def __init__(self, cases: int, batch_size: int, seed: int) -> None:
-        if cases < 1:
-            raise fail("training needs at least one case", f"{cases} cases", "Use another data set.")
-        self.cases, self.batch_size, self.seed = cases, batch_size, seed
-
-    def updates(self, epochs: float) -> int:
-        return checked_updates(epochs, self.cases / self.batch_size)
-
-    def epoch(self, step: int) -> float:
-        return step * self.batch_size / self.cases
 
     def at(self, step: int) -> Tensor:
         return torch.randint(self.cases, (self.batch_size,), generator=generator(self.seed, step))
 
 
-class BucketedBatches:
+class BucketedBatches(Batches):
     """Batches of cases with like lengths: each epoch is shuffled, sorted by length in buckets, and its batches mixed.
 
     bucket: batches that are sorted together; the more, the less padding. The last batch of an epoch may be smaller,
@@ -101,17 +92,10 @@ class BucketedBatches:
     def __init__(
         self, lengths: Sequence[int], batch_size: int, seed: int, bucket: int = 32, drop_last: bool = False
     ) -> None:
-        self.lengths, self.batch_size, self.seed, self.bucket = torch.as_tensor(lengths), batch_size, seed, bucket
+        self.lengths, self.bucket = torch.as_tensor(lengths), bucket
         count = len(self.lengths) / batch_size
         self.updates_an_epoch = math.floor(count) if drop_last else math.ceil(count)
-        if self.updates_an_epoch < 1:
-            raise fail("training needs at least one batch", f"{len(self.lengths)} cases", "Use another data set.")
-
-    def updates(self, epochs: float) -> int:
-        return checked_updates(epochs, self.updates_an_epoch)
-
-    def epoch(self, step: int) -> float:
-        return step / self.updates_an_epoch
+        super().__init__(self.updates_an_epoch * batch_size, batch_size, seed)
 
     def at(self, step: int) -> Tensor:
         epoch, number = divmod(step, self.updates_an_epoch)
@@ -120,7 +104,7 @@ class BucketedBatches:
 
     def _in_buckets(self, epoch: int) -> Tensor:
         if getattr(self, "_epoch", None) != epoch:
-            order = shuffled(len(self.lengths), self.seed, epoch)
+            order = shuffled(len(self.lengths), self.seed, epoch)[: self.cases]
             parts: tuple[Tensor, ...] = torch.split(order, self.bucket * self.batch_size)
             self._order = torch.cat([part[self.lengths[part].argsort(stable=True)] for part in parts])
             self._epoch = epoch
@@ -133,12 +117,12 @@ def shuffled(cases: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(cases, generator=generator(seed, epoch))
 
 
-def generator(seed: int, number: int, *more: int, device: torch.device | str = "cpu") -> torch.Generator:
+def generator(*numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
     """Return a random generator that depends on the numbers alone."""
-    return torch.Generator(device).manual_seed(mixed(seed, number, *more))
+    return torch.Generator(device).manual_seed(mixed(*numbers))
 
 
 def mixed(*numbers: int) -> int:
-    """Mix whole numbers into one seed; a negative one is told from all others."""
+    """Mix whole numbers into one seed. A negative one is told from all others; zeros at the end change nothing."""
     words = [word for number in numbers for word in ((number,) if number >= 0 else (-1 - number, 2**31))]
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)

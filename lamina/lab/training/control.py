@@ -1,4 +1,4 @@
-"""What a training process obeys: settings, signals, the clock, and accelerate's view of the device."""
+"""Settings, signals and clock of a training process, and accelerate's view of its device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIXED = {"float32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run, not what: beyond rounding nothing here changes a result."""
+    """Options of running; beyond rounding nothing here changes a result."""
 
     root: str | None = None  # of the data; None asks LAMINA_DATA, "embedded" takes the stand-in
     runs: Path = Path("runs")
@@ -38,11 +38,11 @@ class Settings:
 
 
 class Diverged(RunError):
-    """No seed of a run has a finite loss; other runs are none the worse for it."""
+    """The loss of a run is not finite; other runs are none the worse for it."""
 
 
 class Interrupted(Exception):
-    """A signal asked for the end; every run has saved a checkpoint."""
+    """The end that a signal asked for; every run has saved a checkpoint."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"{signal.Signals(number).name}: checkpoint saved, go on with --resume")
@@ -51,7 +51,7 @@ class Interrupted(Exception):
 
 @dataclass
 class Stop:
-    """Remembers the first SIGINT or SIGTERM; a second one ends the process at once."""
+    """The first SIGINT or SIGTERM, remembered; a second one ends the process at once."""
 
     number: int = 0
     _before: dict[int, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Stop:
 
 
 class Clock:
-    """Training time: stands still while runs evaluate, save and compile."""
+    """Training time, which stands still while runs evaluate and save."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -89,7 +89,7 @@ class Clock:
 
 
 def accelerator_for(settings: Settings, precision: str) -> Accelerator:
-    """Accelerate's view of device and processes, for one precision of products."""
+    """Return accelerate's view of device and processes, for one precision of products."""
     cuda = torch.cuda.is_available()
     if settings.device not in ("auto", "cpu", "cuda"):
         raise fail("--device must be auto, cpu or cuda", repr(settings.device), "Leave it at auto.")

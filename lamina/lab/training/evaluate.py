@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from ..runs.folder import Checkpoint, RunFolder, status
 from ..runs.progress import Reporter
 from .control import Settings, accelerator_for
 from .draws import draws_of_evaluation
+from .run import SCHEMA
 
 RESULT = "evaluated.json"
 
@@ -22,8 +25,9 @@ RESULT = "evaluated.json"
 def evaluate(path: Path, settings: Settings, say: Reporter) -> dict[str, Any]:
     """Measure what the experiment measures on checkpoints; return metrics by name, and the update they are of."""
     header = status(path)["header"]
-    if header is None:
-        raise fail("lamina evaluate needs the folder of a run", str(path), "Pass one that holds config.json.")
+    if header is None or header.get("schema") != SCHEMA:
+        received = f"{path}, {'another' if header else 'none'}"
+        raise fail(f"lamina evaluate needs the folder of a run of schema {SCHEMA}", received, "Pass another folder.")
     sheet = find(header["experiment"])
     config = sheet.config(**header["config"])
     wanted = [one for one in module_of(sheet.name).evaluations(config) if one.on_checkpoint]
@@ -47,27 +51,46 @@ def _evaluate(
     experiment, seed = module_of(header["experiment"]), int(header["seeds"][0])
     device = accelerator_for(settings, config.precision).device
     data = experiment.load(config, settings.root).to(device)
+    _check_same_data(header["data"], data.describe())
+    torch.manual_seed(seed)
     model = experiment.build(config, data).to(device)
     model.load_state_dict(checkpoint.weights)
     model.eval()
     found: dict[str, Any] = {"update": checkpoint.step}
-    for number, evaluation in enumerate(wanted):
-        draws = draws_of_evaluation(seed, checkpoint.step, number, device)
-        progress = _Told(folder, checkpoint, evaluation.name, say)
+    for evaluation in wanted:
+        progress = _Parts(folder, checkpoint, evaluation.name, say, seed, device)
         with torch.no_grad():
-            measured = evaluation.run(model, data, config, draws, progress)
+            measured = evaluation.run(model, data, config, progress.draws, progress)
         found |= {name: float(value) for name, value in measured.items()}
     folder.write_json(RESULT, found)
     return found
 
 
-class _Told:
-    """Parts of an evaluation, each told on the screen and kept in the run's folder."""
+def _check_same_data(trained: dict[str, Any], here: dict[str, Any]) -> None:
+    if any(trained.get(name) != here.get(name) for name in ("name", "kind", "sha256")):
+        received = f"{trained.get('label')} then and {here.get('label')} now"
+        raise fail("an evaluation reads the data of its training", received, "Pass --data as for lamina run.")
 
-    def __init__(self, folder: RunFolder, checkpoint: Checkpoint, name: str, say: Reporter) -> None:
+
+class _Parts:
+    """Parts of an evaluation, each told on the screen and kept in the run's folder.
+
+    A part draws from a seed of its own, so it draws the same whether the parts before it are kept or computed.
+    """
+
+    def __init__(
+        self, folder: RunFolder, checkpoint: Checkpoint, name: str, say: Reporter, seed: int, device: torch.device
+    ) -> None:
         self.memo, self.name, self.say = folder.memo(name, checkpoint), name, say
+        self.draws_of = partial(draws_of_evaluation, seed, checkpoint.step, device=device)
+        self.draws = self.draws_of(name)
 
-    def __call__(self, part: str, compute: Any) -> Any:
-        value = self.memo(part, compute)
+    def __call__(self, part: str, compute: Callable[[], Any]) -> Any:
+        value = self.memo(part, lambda: self._compute(part, compute))
         self.say.line(f"{self.name}: {part} done")
         return value
+
+    def _compute(self, part: str, compute: Callable[[], Any]) -> Any:
+        own = self.draws_of(f"{self.name}: {part}")
+        self.draws.once().manual_seed(own.once().initial_seed())
+        return compute()

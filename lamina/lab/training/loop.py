@@ -55,7 +55,7 @@ def _loaded(job: Job, settings: Settings) -> Any:
 
 
 def _together(runs: list[Run], accelerator: Accelerator, stop: Stop) -> list[str]:
-    """A few updates of each run in turn; on a GPU they only enqueue work, so the runs overlap. Returns failures."""
+    """Carry out a few updates of each run in turn, which overlap on a GPU; return what ended runs early."""
     clock = Clock()
     failures: list[str] = []
     for run in runs:
@@ -92,7 +92,7 @@ def _save_unless_diverged(run: Run, seconds: float) -> None:
 
 
 def _event(run: Run, clock: Clock) -> str:
-    """What is due between two stretches of updates; returns the reason when the run cannot go on."""
+    """Do what is due between two stretches of updates; return the reason when the run cannot go on."""
     run.steps.wait()  # on the clock: this is training
     with clock.stopped():
         try:
@@ -109,7 +109,7 @@ def _event(run: Run, clock: Clock) -> str:
 
 
 def _asked_to_stop(stop: Stop, accelerator: Accelerator, runs: Sequence[Run]) -> bool:
-    """Whether a signal came; several processes agree on the update at which they look."""
+    """Return whether a signal came; several processes agree on the update at which they look."""
     if accelerator.num_processes == 1:
         return bool(stop.number) and bool(runs)
     if not runs or runs[0].step != runs[0].logged:

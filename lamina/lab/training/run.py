@@ -1,4 +1,4 @@
-"""One run on its way: model, optimiser, folder, and where it stands between two stretches of updates."""
+"""One run: its model, optimiser and folder, and how far it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from ..runs.progress import Reporter
 from . import update as engine
 from .batches import length_in_updates
 from .control import Diverged, Settings
-from .draws import draws_of_evaluation
+from .draws import Draws, draws_of_evaluation
+
+SCHEMA = 2  # of the header in a run's folder
 
 
 def at_once(part: str, compute: Callable[[], Any]) -> Any:
@@ -32,7 +34,7 @@ def at_once(part: str, compute: Callable[[], Any]) -> Any:
 
 
 class Run:
-    """One job on its way: model, optimiser, folder, and where it stands."""
+    """Model, optimiser, folder and progress of one job."""
 
     def __init__(self, job: Job, settings: Settings, accelerator: Accelerator, data: Any, say: Reporter) -> None:
         self.job, self.config, self.settings, self.accelerator, self.say = job, job.config, settings, accelerator, say
@@ -70,7 +72,7 @@ class Run:
         return True
 
     def _opened(self, stack: ExitStack) -> Checkpoint | dict[str, Any] | None:
-        """The main process alone touches the folder; the others hear from it what it found, errors included."""
+        """Open the folder in the main process alone; the others hear what it found, errors included."""
         told: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
@@ -86,7 +88,7 @@ class Run:
         home = self.job.home(self.settings.runs, f"{self.described['name']}-{self.described['kind']}")
         self.folder = stack.enter_context(RunFolder.open(home / self.label))
         header = {
-            "schema": 2,
+            "schema": SCHEMA,
             "experiment": self.job.experiment,
             "scale": self.job.scale,
             "config": asdict(self.config),
@@ -134,12 +136,14 @@ class Run:
             self.accelerator,
             self.total,
             self.job.seed,
+            self.sheet.sampled,
         )
-        batches: Any = self.batches
-        self.steps = engine.Captured(update, batches, self.step) if captured else engine.Eager(update, batches)
+        self.steps = (
+            engine.Captured(update, self.batches, self.step) if captured else engine.Eager(update, self.batches)
+        )
 
     def _warn(self) -> None:
-        """What may not be as the user thinks."""
+        """Say where the device does not do what was asked for."""
         if self.config.precision == "tf32" and self.accelerator.device.type == "cpu":
             self.say.line(f"{self.label}: a CPU has no tf32 and computes in float32")
 
@@ -241,9 +245,9 @@ class Run:
     def _evaluate(self, seconds: float) -> bool:
         """Measure what is due; return whether the headline is the best so far and such checkpoints are kept."""
         metrics: dict[str, float] = {}
-        for number, evaluation in enumerate(self.evaluations):
+        for evaluation in self.evaluations:
             if self._is_due(self._interval(evaluation)):
-                metrics |= self._measured(evaluation, number)
+                metrics |= self._measured(evaluation)
         if metrics:
             self._write("eval", seconds, metrics)
         value = metrics.get(self.headline.name)
@@ -255,16 +259,19 @@ class Run:
         self.best = value
         return self.settings.keep_best
 
-    def _measured(self, evaluation: Evaluation, number: int) -> dict[str, float]:
+    def _measured(self, evaluation: Evaluation) -> dict[str, float]:
         """Return metrics by name. All processes take the first one's, or some would save where others do not."""
         model = self.plain_model
         model.eval()
-        draws = draws_of_evaluation(self.job.seed, self.step, number, self.accelerator.device)
+        draws = self._draws(evaluation.name)
         with torch.no_grad():
             found = evaluation.run(model, self.data, self.config, draws, at_once)
         model.train()
         told: list[dict[str, float]] = [{name: float(value) for name, value in found.items()}]
         return broadcast_object_list(told)[0]  # type: ignore[no-any-return]
+
+    def _draws(self, purpose: str) -> Draws:
+        return draws_of_evaluation(self.job.seed, self.step, purpose, self.accelerator.device)
 
     def _write(self, kind: str, seconds: float, row: Mapping[str, float]) -> None:
         if self.folder is None:
@@ -281,10 +288,10 @@ class Run:
     def _finish(self, seconds: float) -> None:
         model = self.plain_model
         model.eval()
+        draws = self._draws("artefacts")
         extras = self.experiment.inspect(model, self.data, self.config)
         if self.folder is None:
             return
-        draws = draws_of_evaluation(self.job.seed, self.step, len(self.evaluations), self.accelerator.device)
         with torch.no_grad():
             self.experiment.artefacts(model, self.data, self.config, draws, self.folder.artefacts)
         if extras:

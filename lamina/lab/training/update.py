@@ -1,4 +1,4 @@
-"""How one update is carried out: step by step, or captured once as a CUDA graph and replayed."""
+"""One update: step by step from the host, or captured once as a CUDA graph and replayed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ...errors import fail, one_of
 from ...optim import clip_gradients
 from ..experiment import Config, Sheet
 from ..protocol import Experiment, Loss
-from .batches import Batches, ShuffledBatches
-from .draws import Draws, draws_of_update
+from .batches import Batches
+from .draws import Draws, declared, draws_of_update
 
 ENGINES = ("auto", "eager", "graph")
 
@@ -47,7 +47,10 @@ def _obstacle(accelerator: Accelerator, config: Config, sheet: Sheet) -> str:
 
 @dataclass
 class Update:
-    """One optimiser update, the same code for every engine. Losses are summed up on the device in ``total``."""
+    """One optimiser update, the same code for every engine. Losses are summed up on the device in ``total``.
+
+    The batch is cut into as many parts as all processes take together; each process takes its own, one by one.
+    """
 
     experiment: Experiment
     config: Config
@@ -57,64 +60,76 @@ class Update:
     accelerator: Accelerator
     total: Tensor  # [], sum of the updates' mean losses
     seed: int
+    sampled: bool
 
-    def __call__(self, index: Tensor, step: int | None = None) -> None:
-        """Train on the cases of ``index``, this process's share; ``step`` is None where nothing is drawn."""
-        parts = index.chunk(self.config.accumulate)
+    def __call__(self, index: Tensor, step: int = 0) -> None:
+        """Train on this process's parts of the cases of ``index``."""
+        parts, count = self._own_parts(index)
         self.optimizer.zero_grad(set_to_none=True)
-        found = [self._backward(part, number, len(parts), step) for number, part in enumerate(parts)]
-        share = self._share([loss.weight for loss in found], len(index))
-        total = sum(loss.total for loss in found)
-        self.total.add_(total if share is None else total * share)
+        found = []
+        for number, (first, part) in enumerate(parts):
+            draws = self._draws(step, first, len(part), len(index))
+            found.append(self._backward(part, draws, len(index) / count, len(parts), number))
+        self._reduce(found, len(index), count)
         if self.config.clip > 0:
             self.accelerator.unscale_gradients(self.optimizer)  # its own, not every run's
             clip_gradients(list(self.model.parameters()), self.config.clip, self.config.clip_by)
         self.optimizer.step()
 
-    def _backward(self, index: Tensor, number: int, parts: int, step: int | None) -> Loss:
-        """Add one part's gradients; return its share of the mean loss, if all cases weigh the same, and its weight.
+    def _own_parts(self, index: Tensor) -> tuple[list[tuple[int, Tensor]], int]:
+        """Return this process's parts of a batch, each with the place of its first case, and the number of all parts.
 
-        A part is divided by its number of cases, or where it is the whole batch by its weight at once.
+        A small batch, as the last of an epoch may be, is cut into fewer parts.
         """
-        draws = self._draws(index, number, parts, step)
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        own = min(self.config.accumulate, len(index) // world)
+        if own == 0:
+            received = f"a batch of {len(index)} cases on {world} processes"
+            raise fail("every process has a case of each batch", received, "Use fewer, or batches with drop_last.")
+        parts = index.tensor_split(own * world)
+        first = [sum(map(len, parts[:number])) for number in range(len(parts))]
+        return list(zip(first, parts))[rank * own : (rank + 1) * own], len(parts)
+
+    def _draws(self, step: int, first: int, cases: int, of: int) -> Draws:
+        if not self.sampled:
+            return Draws(None)
+        return draws_of_update(self.seed, step, self.accelerator.device, first, cases, of)
+
+    def _backward(self, index: Tensor, draws: Draws, cases: float, parts: int, number: int) -> Loss:
+        """Add one part's gradients; return its share of the mean over the batch's cases, and its weight.
+
+        cases: those of a part, on average. A batch in one part is divided by its weight at once. Only the last part
+        exchanges gradients between processes.
+        """
         batch = tree_map_only(Tensor, self._here, self.experiment.batch(self.data, index))
-        with self._quiet(number < parts - 1), self.accelerator.autocast():
+        last = number == parts - 1
+        quiet: AbstractContextManager[Any] = nullcontext() if last else self.accelerator.no_sync(self.model)
+        with quiet, self.accelerator.autocast():
             loss = self.experiment.loss(self.model, batch, draws)
             whole = parts * self.accelerator.num_processes == 1
-            mean = loss.total / (loss.weight if whole else len(index)) / parts
+            mean = loss.total / (loss.weight if whole else cases) / parts
         self.accelerator.backward(mean)
         return Loss(mean.detach(), loss.weight)
 
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.accelerator.device, non_blocking=True)
 
-    def _draws(self, index: Tensor, number: int, parts: int, step: int | None) -> Draws:
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        if step is None:
-            return Draws(torch.default_generator, 0, len(index), len(index))
-        part, cases = rank * parts + number, len(index) * parts * world
-        return draws_of_update(self.seed, step, self.accelerator.device, part, parts * world, cases)
+    def _reduce(self, found: list[Loss], cases: int, count: int) -> None:
+        """Make the mean over cases of all ``count`` parts one over weights, in gradients and in ``total``."""
+        share: Tensor | float = 1.0 if count == 1 else cases / self._whole(sum(loss.weight for loss in found))
+        if isinstance(share, Tensor) or share != 1:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(share)
+        for loss in found:
+            self.total.add_(loss.total * share)
 
-    def _share(self, weights: list[Tensor | int], cases: int) -> Tensor | None:
-        """Scale gradients from a mean over cases to one over weights; None where the two are the same.
-
-        A weight that is a Python number is the number of cases.
-        """
-        world = self.accelerator.num_processes
-        if len(weights) * world == 1 or all(isinstance(weight, int) for weight in weights):
-            return None
-        both = torch.stack([torch.as_tensor(sum(weights), dtype=torch.float64), torch.tensor(float(cases)).double()])
-        both = both.to(self.accelerator.device)
-        weight, count = self.accelerator.reduce(both, "sum") if world > 1 else both
-        share: Tensor = (count / weight).float()
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(share)
-        return share
-
-    def _quiet(self, more: bool) -> AbstractContextManager[Any]:
-        """Exchange gradients between processes after an update's last part only."""
-        return self.accelerator.no_sync(self.model) if more else nullcontext()
+    def _whole(self, weight: Tensor | int) -> Tensor | int:
+        """Return the weight of the whole batch from that of this process's cases."""
+        if self.accelerator.num_processes == 1:
+            return weight
+        own = torch.as_tensor(weight, dtype=torch.float64, device=self.accelerator.device)
+        return self.accelerator.reduce(own, "sum")  # type: ignore[no-any-return]
 
 
 class Eager:
@@ -124,7 +139,7 @@ class Eager:
 
     def __init__(self, update: Update, batches: Batches) -> None:
         self.update, self.batches = update, batches
-        self.rank, self.world = update.accelerator.process_index, update.accelerator.num_processes
+        self.watched: AbstractContextManager[None] = nullcontext() if update.sampled else declared()
 
     def begin(self, step: int, count: int) -> None:
         """Get ready for ``count`` updates from ``step`` on."""
@@ -132,7 +147,9 @@ class Eager:
     def launch(self, step: int, count: int) -> None:
         """Carry out ``count`` updates."""
         for number in range(step, step + count):
-            self.update(self.batches.at(number).chunk(self.world)[self.rank], number)
+            with self.watched:
+                self.update(self.batches.at(number), number)
+            self.watched = nullcontext()  # one update tells
 
     def wait(self) -> None:
         """Return when all that was launched is done."""
@@ -152,7 +169,7 @@ class Captured:
     burst = 8
     WARM_UP = 3
 
-    def __init__(self, update: Update, batches: ShuffledBatches, step: int) -> None:
+    def __init__(self, update: Update, batches: Batches, step: int) -> None:
         self.update, self.batches = update, batches
         device = update.total.device
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -184,7 +201,7 @@ class Captured:
         """Warm up on copies of all state, so that the warm-up trains nothing, then record one update."""
         kept = self._snapshot()
         torch.cuda.synchronize()
-        with torch.cuda.stream(self.stream):
+        with declared(), torch.cuda.stream(self.stream):
             for _ in range(self.WARM_UP):
                 self.cursor.zero_()
                 self._one()

@@ -12,7 +12,8 @@ from ....population_statistics import population_statistics
 from ...protocol import Evaluation
 from .. import images
 from ..images import Images, artefacts, batch, batches, initialise, load, loss, parts, picked
-from .settings import LAYERS, ConvnetConfig
+from .claims import LAYERS
+from .settings import ConvnetConfig
 
 __all__ = ["artefacts", "batch", "batches", "build", "evaluations", "inspect", "load", "loss"]
 

@@ -26,7 +26,7 @@ PLACES: dict[str, tuple[str | None, str | None]] = {
 
 
 def build(config: MnistConfig, data: Images) -> nn.Module:
-    """pixels -> hidden -> hidden -> classes, ReLU."""
+    """Return the network: pixels -> hidden -> hidden -> classes, ReLU."""
     hidden_norm, logit_norm = PLACES[config.norm]
     unbiased = config.unbiased == "always" or (config.unbiased == "small" and config.batch_size < 128)
     images, labels = data.splits["train"]
