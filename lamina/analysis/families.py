@@ -1,7 +1,8 @@
 """Distributions of a generalised linear model: log P(y | x) = (a y - eta(a))/phi + c(y, phi).
 
-The logits a [N, H] are natural parameters, one row for each case; eta is the log partition function and c the base
-measure. Mean and covariance of y are eta' and phi eta''. All outputs are independent but the categorical's.
+The logits a [N, H] of N cases and H outputs are natural parameters, phi is the dispersion, eta the log partition
+function and c the base measure. Mean and covariance of y are eta' and phi eta''. The outputs of a case are independent,
+except the categorical family's.
 """
 
 from __future__ import annotations
@@ -20,70 +21,64 @@ from ..checks import describe, fail, one_of
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """One exponential family; ``phi`` is its dispersion, the Gaussian's variance and 1 for the others."""
+    """Exponential family with dispersion ``phi``, which is the Gaussian's variance and 1 for the others."""
 
     phi: float = 1.0
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
         if self.phi != 1:
-            raise fail(
-                f"the {self.name} family has dispersion 1",
-                f"phi={self.phi}",
-                "Leave phi out, or use Gaussian(phi=...).",
-            )
+            remedy = "Leave phi out, or use Gaussian(phi=...)."
+            raise fail(f"the {self.name} family has dispersion 1", f"phi={self.phi}", remedy)
 
     def check_logits(self, owner: str, logits: Tensor) -> None:
         """Raise unless the outputs [N, H] of ``owner`` can be logits of this family."""
         bad = int((~torch.isfinite(self.mean(logits))).sum())
         if bad:
-            raise fail(
-                f"the outputs of {owner} must be finite logits with finite means of the {self.name} family",
-                f"{bad} of {logits.numel()} that are not, outputs up to {logits.abs().max().item():.3g}",
-                "Check inputs and parameters for NaN, inf or too large values.",
-            )
+            rule = f"the outputs of {owner} must be finite logits with finite means of the {self.name} family"
+            received = f"{bad} of {logits.numel()} that are not, outputs up to {logits.abs().max().item():.3g}"
+            raise fail(rule, received, "Check inputs and parameters for NaN, inf or too large values.")
 
     @abstractmethod
     def log_prob(self, y: Tensor, logits: Tensor) -> Tensor:
-        """log P(y | logits) [N], summed over the outputs of a case."""
+        """Return log P(y | logits) [N], summed over the outputs of a case."""
 
     @abstractmethod
     def mean(self, logits: Tensor) -> Tensor:
-        """E[y] [N, H]."""
+        """Return E[y] [N, H]."""
 
     @abstractmethod
     def variance(self, logits: Tensor) -> Tensor:
-        """Var[y] [N, H] of each output alone."""
+        """Return the variance of each output, [N, H]."""
 
     @abstractmethod
     def sample(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One y [N, H] for each case; without ``generator`` from torch's global one."""
+        """Draw one y [N, H] for each case; without ``generator`` from torch's global one."""
 
     @abstractmethod
     def kl(self, logits: Tensor, other: Tensor) -> Tensor:
-        """KL(P(. | logits) || P(. | other)) [N]."""
+        """Return KL(P(. | logits) || P(. | other)) [N]."""
 
     def weigh(self, logits: Tensor, vectors: Tensor) -> Tensor:
-        """Cov[y]/phi^2 times vectors [N, H, ...], without forming the matrix."""
+        """Return Cov[y]/phi^2 times vectors [N, H, ...], without forming the matrix."""
         scale = self.variance(logits) / self.phi**2
         return scale.reshape(*scale.shape, *[1] * (vectors.dim() - 2)) * vectors
 
     def covariance(self, logits: Tensor) -> Tensor:
-        """Cov[y] [N, H, H]."""
-        unit = torch.eye(logits.shape[1], dtype=logits.dtype, device=logits.device)
-        return self.phi**2 * self.weigh(logits, unit.expand(logits.shape[0], -1, -1))
+        """Return Cov[y] [N, H, H]."""
+        identity = torch.eye(logits.shape[1], dtype=logits.dtype, device=logits.device)
+        return self.phi**2 * self.weigh(logits, identity.expand(logits.shape[0], -1, -1))
 
 
 class Gaussian(Family):
-    """y ~ N(a, phi) for each output."""
+    """Independent y ~ N(a, phi) for each output."""
 
     name = "gaussian"
 
     def __post_init__(self) -> None:
         if not 0 < self.phi < math.inf:
-            raise fail(
-                "phi is a variance and must be positive and finite", f"phi={self.phi}", "Pass a positive number."
-            )
+            rule = "phi is a variance and must be positive and finite"
+            raise fail(rule, f"phi={self.phi}", "Pass a positive number.")
 
     def log_prob(self, y: Tensor, logits: Tensor) -> Tensor:
         return -0.5 * ((y - logits).square() / self.phi + math.log(2 * math.pi * self.phi)).sum(-1)
@@ -103,7 +98,7 @@ class Gaussian(Family):
 
 
 class Bernoulli(Family):
-    """y in {0, 1} for each output, P(y = 1) the logistic function of a."""
+    """Independent y in {0, 1} for each output; P(y = 1) is the logistic function of a."""
 
     name = "bernoulli"
 
@@ -122,11 +117,11 @@ class Bernoulli(Family):
 
     def kl(self, logits: Tensor, other: Tensor) -> Tensor:
         pairs = (torch.stack((a, torch.zeros_like(a)), -1) for a in (logits, other))
-        return _categorical_kl(*pairs).sum(-1)
+        return Categorical().kl(*pairs).sum(-1)
 
 
 class Poisson(Family):
-    """y a count for each output, with rate exp(a)."""
+    """Independent counts y for each output, with rate exp(a)."""
 
     name = "poisson"
 
@@ -136,8 +131,7 @@ class Poisson(Family):
     def mean(self, logits: Tensor) -> Tensor:
         return logits.exp()
 
-    def variance(self, logits: Tensor) -> Tensor:
-        return logits.exp()
+    variance = mean
 
     def sample(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(self.mean(logits).detach(), generator=generator)
@@ -148,21 +142,18 @@ class Poisson(Family):
 
 
 class Categorical(Family):
-    """One of H classes, y as a row with a single 1; its outputs depend on each other."""
+    """One of H classes: y is a row with a single 1, and its outputs depend on each other."""
 
     name = "categorical"
 
     def check_logits(self, owner: str, logits: Tensor) -> None:
         if logits.shape[1] < 2:
-            raise fail(
-                f"the categorical family needs from {owner} one output for each of at least two classes",
-                describe(logits),
-                "Use family='bernoulli' for a single yes-or-no output.",
-            )
+            rule = f"the categorical family needs from {owner} one output for each of at least two classes"
+            raise fail(rule, describe(logits), "Use family='bernoulli' for a single yes-or-no output.")
         super().check_logits(owner, logits)
 
     def log_prob(self, y: Tensor, logits: Tensor) -> Tensor:
-        """``y`` as [N, H], or as class numbers [N]."""
+        """Return log P(y | logits) [N] for ``y`` as one-hot rows [N, H] or as class numbers [N]."""
         rows = F.one_hot(y, logits.shape[-1]) if y.dim() == logits.dim() - 1 else y
         return (rows * F.log_softmax(logits, -1)).sum(-1)
 
@@ -180,49 +171,40 @@ class Categorical(Family):
         return p * (vectors - (p * vectors).sum(1, keepdim=True))
 
     def sample(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        drawn = torch.multinomial(self.mean(logits).detach(), 1, replacement=True, generator=generator)
-        return F.one_hot(drawn.squeeze(-1), logits.shape[-1]).to(logits.dtype)
+        classes = torch.multinomial(self.mean(logits).detach(), 1, replacement=True, generator=generator)
+        return F.one_hot(classes.squeeze(-1), logits.shape[-1]).to(logits.dtype)
 
     def kl(self, logits: Tensor, other: Tensor) -> Tensor:
-        return _categorical_kl(logits, other)
+        """Return log sum_k p_k exp(e_k) over the last axis, e = other - logits minus its mean under p.
 
-
-def _categorical_kl(logits: Tensor, other: Tensor) -> Tensor:
-    """log sum_k p_k exp(e_k), e = other - logits less its mean under p; over the last axis.
-
-    The difference of two log partition functions would lose all digits where KL < 1e-16; log1p and expm1 of the
-    centred change lose only those that the change itself has lost.
-    """
-    log_p = F.log_softmax(logits, -1)
-    p, change = log_p.exp(), other - logits
-    centred = change - (p * change).sum(-1, keepdim=True)
-    near = torch.log1p((p * torch.expm1(centred.clamp(-1, 1))).sum(-1))
-    far = torch.logsumexp(log_p + centred, -1)
-    return torch.where(centred.abs().amax(-1) < 1, near, far)
+        The difference of two log partition functions would lose all digits where KL < 1e-16. log1p and expm1 of the
+        centred change keep them.
+        """
+        log_p = F.log_softmax(logits, -1)
+        p, change = log_p.exp(), other - logits
+        centred = change - (p * change).sum(-1, keepdim=True)
+        near = torch.log1p((p * torch.expm1(centred.clamp(-1, 1))).sum(-1))
+        far = torch.logsumexp(log_p + centred, -1)
+        return torch.where(centred.abs().amax(-1) < 1, near, far)
 
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (Gaussian(), Bernoulli(), Poisson(), Categorical())}
 
 
 def family_of(family: str | Family) -> Family:
-    """The family itself, or the one of this name."""
+    """Return the family of this name, or the family itself."""
     if isinstance(family, Family):
         return family
-    if not isinstance(family, str):
-        raise fail("family must be a name or a Family", describe(family), f"Pass one of {', '.join(FAMILIES)}.")
-    one_of("family", family, FAMILIES)
+    one_of("family (a name or a Family)", family, FAMILIES)
     return FAMILIES[family]
 
 
 def as_cases(owner: str, output: object) -> Tensor:
-    """The (first) output of a model as logits [cases, H]; steps and cases of a sequence count alike."""
+    """Return the (first) output of a model as logits [N, H]; the steps of a sequence count as cases."""
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor) or first.dim() not in (2, 3) or not first.is_floating_point():
-        raise fail(
-            f"the output of {owner} must be floating-point logits [N, H], or [T, B, H] for sequences",
-            describe(first),
-            "Wrap the model so that it returns the natural parameters of the family.",
-        )
+        rule = f"the output of {owner} must be floating-point logits [N, H], or [T, B, H] for sequences"
+        raise fail(rule, describe(first), "Wrap the model so that it returns the natural parameters of the family.")
     if not first.numel():
         raise fail(f"{owner} needs at least one case and one output", describe(first), "Pass an input that has cases.")
     return first.reshape(-1, first.shape[-1])

@@ -1,12 +1,14 @@
 """Fisher information of a model's conditional distribution P(y | x), and the KL divergence it approximates.
 
-F = E_x[ J^T Cov[y | x]/phi^2 J ], J = d logits / d parameters, the mean taken over the given cases. A model is any
-module whose (first) output [N, H], or [T, B, H] with T * B cases, holds the logits of a family. It is taken in the
-mode it is in: batch norm in training has the statistics of the given batch, so each case's logits depend on all
-cases. Parameters are those that require grad, in the order of ``named_parameters``, each flattened by rows.
+F = E_x[ J^T Cov[y | x]/phi^2 J ], the mean over the given cases x, with J = d logits / d parameters and phi the
+dispersion of the family. N counts cases, H outputs and P parameters.
 
-Nothing of the model changes, neither buffers nor random numbers. Random layers draw the same numbers in every pass,
-so that a Fisher matrix, a product with it and a KL divergence are about one function.
+A model is any module whose (first) output [N, H], or [T, B, H] with T * B cases, holds the logits of a family. Its mode
+is kept: batch norm in training takes its statistics from the given batch, so each case's logits depend on all cases.
+Parameters are those that require grad, in the order of ``named_parameters``, each flattened by rows.
+
+The model does not change, neither its buffers nor the state of the random generators. Random layers draw the same
+numbers in every pass, so a Fisher matrix, a product with it and a KL divergence describe one function.
 """
 
 from __future__ import annotations
@@ -23,11 +25,6 @@ from .closed import closed_jacobian, printed_jacobian
 from .evaluation import Evaluation, trained_parameters
 from .families import Family, family_of
 
-__all__ = [
-    "METHODS", "FisherProduct", "blocks", "closed_jacobian", "fisher", "flat", "jacobian", "kl", "metric",
-    "printed_jacobian", "where",
-]  # fmt: skip
-
 METHODS = ("jacobian", "closed", "printed", "sampled")
 
 
@@ -39,40 +36,36 @@ def fisher(
     samples: int = 1000,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The Fisher matrix [P, P], averaged over the cases of ``x``.
+    """Return the Fisher matrix [P, P], averaged over the cases of ``x``.
 
     method: "jacobian", exact, by autograd; "closed", the closed form of a single ``lamina.Linear``; "printed", the
         paper's block formula for it, which is wrong under layer norm; "sampled", the mean outer product of the
         scores of ``samples`` values of y drawn for every case.
-    generator: for "sampled"; without it torch's global one is drawn from.
+    generator: random generator for "sampled"; None draws from torch's global one.
     """
     one_of("method", method, METHODS)
     call = Evaluation(model, x, family)
-    _check_fits(call, list(call.parameters))
-    if method == "sampled":
-        return call.assemble(
-            call.pieces(list(call.parameters)), call.sampled(positive_int("samples", samples), generator)
-        )
-    if method == "jacobian":
-        return call.assemble(call.pieces(list(call.parameters)), call.exact)
-    found = (closed_jacobian if method == "closed" else printed_jacobian)(model, x)
-    return call.assemble(iter([(slice(None), found)]), call.exact)
+    names = list(call.parameters)
+    _check_memory(call, names)
+    if method in ("closed", "printed"):
+        in_closed_form = closed_jacobian if method == "closed" else printed_jacobian
+        return call.information([(slice(None), in_closed_form(model, x))], call.exact)
+    weigh = call.exact if method == "jacobian" else call.sampled(positive_int("samples", samples), generator)
+    return call.information(call.jacobian_chunks(names), weigh)
 
 
-def _check_fits(call: Evaluation, names: Sequence[str]) -> None:
-    """Raise where a Fisher matrix and the sum in which it is formed exceed the device's memory."""
+def _check_memory(call: Evaluation, names: Sequence[str]) -> None:
+    """Raise where a Fisher matrix and the sum that forms it exceed the memory of the device."""
     count, device = sum(call.parameters[name].numel() for name in names), call.logits.device
-    needed, there = 2 * count**2 * call.logits.element_size(), _memory(device)
-    if there is not None and needed > there:
-        raise fail(
-            f"a Fisher matrix [P, P] and its sum must fit into the memory of {device}, {there / 2**30:,.1f} GiB",
-            f"P = {count:,} parameters, which need {needed / 2**30:,.1f} GiB",
-            "Use FisherProduct(model, x, family) @ vector, which never forms the matrix.",
-        )
+    needed, available = 2 * count**2 * call.logits.element_size(), _memory(device)
+    if available is not None and needed > available:
+        rule = f"a Fisher matrix [P, P] and its sum must fit into the memory of {device}, {available / 2**30:,.1f} GiB"
+        received = f"P = {count:,} parameters, which need {needed / 2**30:,.1f} GiB"
+        raise fail(rule, received, "Use FisherProduct(model, x, family) @ vector, which never forms the matrix.")
 
 
 def _memory(device: torch.device) -> int | None:
-    """All memory of a device in bytes, None where it cannot be told."""
+    """Return the total memory of a device in bytes, or None where it is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     try:
@@ -82,34 +75,34 @@ def _memory(device: torch.device) -> int | None:
 
 
 def jacobian(model: nn.Module, x: Any) -> Tensor:
-    """d logits / d parameters [N, H, P] by autograd."""
+    """Return d logits / d parameters [N, H, P] by autograd."""
     call = Evaluation(model, x, None)
-    return torch.cat([piece for _, piece in call.pieces(list(call.parameters))])
+    return torch.cat([chunk for _, chunk in call.jacobian_chunks(list(call.parameters))])
 
 
 def blocks(model: nn.Module, x: Any, family: str | Family = "bernoulli") -> dict[str, Tensor]:
-    """The diagonal block of the Fisher matrix of each module that owns parameters, by the module's name.
+    """Return the diagonal block of the Fisher matrix of each module that owns parameters, by the module's name.
 
-    A model that is itself such a module has the name "", as in ``named_modules``. The whole matrix is never formed.
+    A model that owns parameters itself has the name "", as in ``named_modules``. The whole matrix is never formed.
     """
     call = Evaluation(model, x, family)
     owners: dict[str, list[str]] = {}
     for name in call.parameters:
         owners.setdefault(name.rpartition(".")[0], []).append(name)
     for names in owners.values():
-        _check_fits(call, names)
-    return {owner: call.assemble(call.pieces(names), call.exact) for owner, names in owners.items()}
+        _check_memory(call, names)
+    return {owner: call.information(call.jacobian_chunks(names), call.exact) for owner, names in owners.items()}
 
 
 def metric(model: nn.Module, x: Any, direction: Tensor, family: str | Family = "bernoulli") -> Tensor:
-    """ds^2 = 1/2 d^T F d for a direction d [P], from one forward-mode pass."""
+    """Return ds^2 = 1/2 d^T F d for a direction d [P], from one forward-mode pass."""
     call = Evaluation(model, x, family)
-    change = call.push(direction)
+    change = call.jvp(direction)
     return 0.5 * (change * call.family.weigh(call.logits, change)).sum() / call.cases
 
 
 def kl(model: nn.Module, x: Any, direction: Tensor, family: str | Family = "bernoulli") -> Tensor:
-    """KL(P at the parameters || P at parameters + direction), averaged over the cases; ``metric`` to second order."""
+    """Return the mean KL(P at the parameters || P at parameters + direction); to second order it is ``metric``."""
     call = Evaluation(model, x, family)
     steps = call.split(direction)
     with torch.no_grad():
@@ -118,29 +111,29 @@ def kl(model: nn.Module, x: Any, direction: Tensor, family: str | Family = "bern
 
 
 def flat(model: nn.Module) -> Tensor:
-    """The parameters [P] as one vector, a copy."""
+    """Return a copy of the parameters as one vector [P]."""
     return torch.cat([parameter.flatten() for parameter in trained_parameters(model).values()])
 
 
 def where(model: nn.Module) -> dict[str, slice]:
-    """Which part of the flat vector each parameter is."""
-    found, start = {}, 0
+    """Return the slice of the flat vector that belongs to each parameter."""
+    slices, start = {}, 0
     for name, parameter in trained_parameters(model).items():
-        found[name] = slice(start, start + parameter.numel())
+        slices[name] = slice(start, start + parameter.numel())
         start += parameter.numel()
-    return found
+    return slices
 
 
 class FisherProduct:
-    """F as an operator: ``FisherProduct(model, x) @ vector`` [P], for sizes at which F does not fit.
+    """F as an operator: ``FisherProduct(model, x) @ vector`` [P], for sizes at which F does not fit into memory.
 
-    Each product costs a forward-mode and a reverse-mode pass and sees the model's parameters as they then are.
+    Each product costs a forward-mode and a reverse-mode pass and uses the current parameters of the model.
     """
 
     def __init__(self, model: nn.Module, x: Any, family: str | Family = "bernoulli") -> None:
         self.model, self.x, self.family = model, x, family_of(family)
         self.size = sum(parameter.numel() for parameter in trained_parameters(model).values())
-        Evaluation(model, x, self.family)
+        Evaluation(model, x, self.family)  # raises for unsuitable models and inputs
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -148,4 +141,4 @@ class FisherProduct:
 
     def __matmul__(self, vector: Tensor) -> Tensor:
         call = Evaluation(self.model, self.x, self.family)
-        return call.pull(call.family.weigh(call.logits, call.push(vector)) / call.cases)
+        return call.vjp(call.family.weigh(call.logits, call.jvp(vector)) / call.cases)

@@ -1,31 +1,43 @@
-"""Which changes of weights and data leave a normalised layer's output as it was: Table 1, measured.
+"""Table 1 measured: the changes of weights and data that leave a normalised layer's output the same.
 
-``invariance_table`` runs forward passes of ``lamina.Linear``; ``networks`` asks the same of any network. A positive
-factor is meant throughout: sigma grows by |delta|, so a negative one turns the normalised vector round.
+``invariance_table`` runs forward passes of ``lamina.Linear``; ``networks`` does the same for any network. With summed
+inputs a of mean mu and standard deviation sigma, a layer returns g (a - mu)/sigma + b. The factor delta is positive
+throughout: sigma grows by |delta|, so a negative factor flips the sign of the normalised vector.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..checks import describe, fail, one_of, positive_int
 from ..layers import Linear
 from ..placements import NORMS
 from . import transforms
-from .singular import products
+from .statistics_checks import weight_products
 from .texts import markdown, on_screen
-from .transforms import Change, Draw, Probe, Transform, checked_draw, deviation, with_draw
+from .transforms import Draw, Probe, Transform, deviation, with_draw
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-EXACT = 1e-10  # what float64 rounding may leave of an invariance; every real dependence is far above it
+EXACT = 1e-10  # upper limit of float64 rounding in an invariance; every real dependence is far above it
 
+
+def shift_summed_inputs(x: Tensor, draw: Draw) -> Tensor:
+    """Add delta to the last feature of the first case, which every unit sees with weight 1."""
+    out = x.clone()
+    draw.case(out)[-1] += draw.delta
+    return out
+
+
+# For each row: the place of the change, the transformation, and the norms whose output stays the same.
 PAPER_ROWS: dict[str, tuple[str, Transform, tuple[str, ...]]] = {
     "weight matrix scaled": ("weight", transforms.scale, ("batch", "weight", "layer")),
     "weight matrix shifted": ("weight", transforms.add_to_rows, ("layer",)),
@@ -34,22 +46,23 @@ PAPER_ROWS: dict[str, tuple[str, Transform, tuple[str, ...]]] = {
     "data set shifted": ("data", transforms.shift, ("batch",)),
     "single case scaled": ("data", transforms.scale_case, ("layer",)),
 }
-# What the text says or leaves out: the last two are its "feature shifting", true of summed inputs only.
+# Rows that the table lacks; the last two are the text's "feature shifting", which holds for summed inputs only.
 BEYOND_ROWS: dict[str, tuple[str, Transform, tuple[str, ...]]] = {
     "weight matrix scaled and shifted": ("weight", transforms.scale_and_add, ("layer",)),
     "single case's inputs shifted": ("data", transforms.shift_case, ()),
-    "single case's summed inputs shifted": ("summed", transforms.shift_case, ("layer",)),
+    "single case's summed inputs shifted": ("summed", shift_summed_inputs, ("layer",)),
 }
+SCALING = (transforms.scale, transforms.scale_row, transforms.scale_case, transforms.scale_and_add)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell: how far the outputs moved, relative to their size, beside what the paper says.
+    """One cell: the largest change of the outputs relative to their size, and the paper's claim.
 
-    verdict: "invariant"; "sign flips", the normalised value only turned round (delta < 0); or "not".
-    paper: Table 1's entry; without a norm, and in rows that the table lacks, what follows from it.
-    predicted: the most that eps can move an output that is otherwise invariant, and whether it stayed ``within``
-        that; None where the output is not invariant.
+    verdict: "invariant"; "sign flips" where only the sign of the normalised value changes (delta < 0); or "not".
+    paper: Table 1's entry; without a norm, and in rows that the table lacks, the entry that follows from it.
+    predicted: the largest change that eps can cause in an otherwise invariant output; None for other outputs.
+    within: whether the change stayed below ``predicted``; None as there.
     """
 
     transform: str
@@ -77,17 +90,18 @@ class InvarianceTable:
         return next(e for e in self.rows if (e.transform, e.norm) == (transform, norm))
 
     def as_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Transformation, then norm ("none" for no norm), then the figures of the cell."""
-        found: dict[str, dict[str, dict[str, Any]]] = {}
-        for entry in self.rows:
-            found.setdefault(entry.transform, {})[entry.norm or "none"] = asdict(entry)
-        return found
+        """Return the figures of every cell by transformation, then by norm ("none" for no norm)."""
+        names = dict.fromkeys(e.transform for e in self.rows)
+        return {name: {e.norm or "none": asdict(e) for e in self.rows if e.transform == name} for name in names}
 
     def _texts(self) -> tuple[list[str], list[list[str]]]:
-        norms = list(dict.fromkeys(e.norm for e in self.rows))
-        names = list(dict.fromkeys(e.transform for e in self.rows))
-        cells = [[name, *(_cell(self.entry(name, norm)) for norm in norms)] for name in names]
-        return ["transformation", *(f"{norm} norm" if norm else "no norm" for norm in norms)], cells
+        rows = {name: list(cells.values()) for name, cells in self.as_dict().items()}
+        norms = [f"{cell['norm'] or 'no'} norm" for cell in next(iter(rows.values()))]
+        texts = {"invariant": "Invariant", "not": "No", "sign flips": "Sign flips"}
+        return ["transformation", *norms], [
+            [name, *(f"{texts[cell['verdict']]} ({cell['deviation']:.1e})" for cell in cells)]
+            for name, cells in rows.items()
+        ]
 
     def markdown(self) -> str:
         return markdown(*self._texts())
@@ -109,24 +123,21 @@ def invariance_table(
 ) -> InvarianceTable:
     """Measure Table 1 in float64 on ``lamina.Linear`` layers with random weights, gains and biases.
 
-    inputs: the data set [N, D]; None draws 32 cases of 5 inputs. units: H, the number of units.
-    training: True recomputes batch norm's statistics on the transformed data, as the table means it; False keeps
-        those of the data as they were, which is evaluation with stale statistics.
+    inputs: the data set [N, D] of N cases and D inputs; None draws 32 cases of 5 inputs. units: their number H.
+    training: True recomputes batch norm's statistics on the transformed data, as the table assumes; False keeps
+        those of the original data, which is evaluation with stale statistics.
     beyond: add rows that the table lacks: both weight changes at once, one case's inputs or summed inputs shifted.
 
-    With eps > 0 an invariant output moves by at most eps/(2 sigma^2) |1 - 1/delta^2| |g (a - mu)/sigma| (first order
-    in eps, and by the mean value theorem a bound for any eps): ``predicted`` is the largest of these.
+    With eps > 0 an invariant output changes by at most eps/(2 sigma^2) |1 - 1/delta^2| |g (a - mu)/sigma|: to first
+    order in eps, and by the mean value theorem a bound for any eps. ``predicted`` is the largest of these.
     """
-    draw = checked_draw(delta, seed)
+    draw = Draw(delta, seed)
     x = _data_set(inputs, seed)
-    rows = {**PAPER_ROWS, **(BEYOND_ROWS if beyond else {})}
-    entries = []
     for norm in norms:
         one_of("norm", norm, NORMS)
-        layer = _layer(norm, x, positive_int("units", units), eps, seed, training)
-        entries += [_entry(name, layer, x, draw) for name in rows]
-    order = {name: place for place, name in enumerate(rows)}
-    return InvarianceTable(tuple(sorted(entries, key=lambda e: order[e.transform])), eps, draw.delta)
+    layers = [_layer(norm, x, positive_int("units", units), eps, seed, training) for norm in norms]
+    rows = {**PAPER_ROWS, **(BEYOND_ROWS if beyond else {})}
+    return InvarianceTable(tuple(_entry(name, layer, x, draw) for name in rows for layer in layers), eps, draw.delta)
 
 
 def _data_set(inputs: Tensor | None, seed: int) -> Tensor:
@@ -138,7 +149,7 @@ def _data_set(inputs: Tensor | None, seed: int) -> Tensor:
 
 
 def _layer(norm: str | None, x: Tensor, units: int, eps: float, seed: int, training: bool) -> Linear:
-    """A layer whose gains and biases differ from their start values, which would hide a mistake in them."""
+    """Build a layer whose gains and biases differ from their start values, which could hide a dependence on them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         layer = Linear(x.shape[1], units, device=x.device, dtype=x.dtype, norm=norm, eps=eps, momentum=None)
@@ -152,31 +163,25 @@ def _layer(norm: str | None, x: Tensor, units: int, eps: float, seed: int, train
 
 
 def _entry(name: str, layer: Linear, x: Tensor, draw: Draw) -> Entry:
-    site, transform, invariant = {**PAPER_ROWS, **BEYOND_ROWS}[name]
-    change = with_draw(transform, draw)
-    if site == "summed":
-        layer, x, change = _with_offset(layer, x, draw)
-    probe = Probe(layer, (x,))
+    place, transform, invariant_norms = {**PAPER_ROWS, **BEYOND_ROWS}[name]
+    if place == "summed":
+        layer, x = _with_offset(layer, x)
+    probe, change = Probe(layer, (x,)), with_draw(transform, draw)
     old = probe.outputs()
-    new = probe.outputs({"weight": change}) if site == "weight" else probe.outputs(data=change)
-    moved, paper = deviation(new, old), "invariant" if layer.norm in invariant else "not"
+    new = probe.outputs({"weight": change}) if place == "weight" else probe.outputs(data=change)
+    moved, paper = deviation(new, old), "invariant" if layer.norm in invariant_norms else "not"
     bound = _eps_bound(layer, x, transform, draw) / float(old[0].abs().max()) if paper == "invariant" else None
-    slack = EXACT + (bound or 0.0)
-    flipped = deviation(_sizes(new, layer), _sizes(old, layer)) <= slack
-    verdict = "invariant" if moved <= slack else "sign flips" if flipped else "not"
-    return Entry(name, layer.norm, moved, verdict, paper, bound, None if bound is None else moved <= slack)
+    tolerance = EXACT + (bound or 0.0)
+    flipped = deviation(_sizes(new, layer), _sizes(old, layer)) <= tolerance
+    verdict = "invariant" if moved <= tolerance else "sign flips" if flipped else "not"
+    return Entry(name, layer.norm, moved, verdict, paper, bound, None if bound is None else moved <= tolerance)
 
 
-def _with_offset(layer: Linear, x: Tensor, draw: Draw) -> tuple[Linear, Tensor, Change]:
-    """A layer with one more input that every unit sees with weight 1: its value is added to all summed inputs."""
-    state = {**layer.state_dict(), "weight": nn.functional.pad(layer.weight.detach(), (0, 1), value=1.0)}
-    with torch.random.fork_rng(devices=[]):
-        wide = Linear(x.shape[1] + 1, layer.out_features, dtype=x.dtype, device=x.device, norm=layer.norm,
-                      eps=layer.eps, momentum=None)  # fmt: skip
-    wide.load_state_dict(state)
-    offset = torch.zeros_like(x[:, :1])
-    shifted = torch.cat([x, offset.index_fill(0, torch.tensor(0, device=x.device), draw.delta)], 1)
-    return wide.train(layer.training), torch.cat([x, offset], 1), lambda _: shifted
+def _with_offset(layer: Linear, x: Tensor) -> tuple[Linear, Tensor]:
+    """Add an input of 0 that every unit sees with weight 1: its value is added to all summed inputs."""
+    wide = copy.deepcopy(layer)
+    wide.weight, wide.in_features = nn.Parameter(F.pad(layer.weight.detach(), (0, 1), value=1.0)), x.shape[1] + 1
+    return wide, F.pad(x, (0, 1))
 
 
 def _sizes(outputs: list[Tensor], layer: Linear) -> list[Tensor]:
@@ -184,11 +189,10 @@ def _sizes(outputs: list[Tensor], layer: Linear) -> list[Tensor]:
 
 
 def _eps_bound(layer: Linear, x: Tensor, transform: Transform, draw: Draw) -> float:
-    """eps/(2 sigma^2) |1 - 1/delta^2| |g (a - mu)/sigma| at its largest over the values the transformation scales."""
-    moving = transform not in (transforms.add_to_rows, transforms.shift, transforms.shift_case)
-    if layer.norm not in ("layer", "batch") or layer.gain is None or not moving:
+    """Return the largest eps/(2 sigma^2) |1 - 1/delta^2| |g (a - mu)/sigma| of the values that are scaled."""
+    if layer.norm not in ("layer", "batch") or layer.gain is None or transform not in SCALING:
         return 0.0
-    summed, axis = products(layer, x), 1 if layer.norm == "layer" else 0
+    summed, axis = weight_products(layer, x), 1 if layer.norm == "layer" else 0
     centred = summed - summed.mean(axis, keepdim=True)
     var = centred.square().mean(axis, keepdim=True)
     normalised = (layer.gain.detach() * centred / var.sqrt()).abs()
@@ -196,8 +200,3 @@ def _eps_bound(layer: Linear, x: Tensor, transform: Transform, draw: Draw) -> fl
     if transform is transforms.scale_row:
         change = change[:, :1]
     return float((change[:1] if transform is transforms.scale_case else change).max())
-
-
-def _cell(entry: Entry) -> str:
-    text = {"invariant": "Invariant", "not": "No", "sign flips": "Sign flips"}[entry.verdict]
-    return f"{text} ({entry.deviation:.1e})"

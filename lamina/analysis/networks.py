@@ -1,4 +1,4 @@
-"""Which changes of its weights and its inputs leave a user's network as it was, weight by weight."""
+"""Invariances of a user's network, weight by weight: changes of weights and inputs that leave its outputs the same."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import fail, finite
+from ..checks import fail, finite, one_of
 from ..recurrent_module import RecurrentModule
 from . import transforms
 from .texts import markdown, on_screen
-from .transforms import Change, Draw, Probe, Transform, checked_draw, deviation, with_draw
+from .transforms import Change, Draw, Probe, Transform, deviation, with_draw
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,11 +34,11 @@ RECURRENT = (RecurrentModule, nn.RNNBase, nn.RNNCellBase)
 
 @dataclass(frozen=True)
 class Finding:
-    """One transformation of one weight (or of the inputs) and what it does to the network's outputs.
+    """Effect of one transformation of one weight (or of the inputs) on the network's outputs.
 
-    deviation: largest change of an output relative to the outputs' size. without_eps: the same with every norm's eps
-    taken away. eps_bound: the most that eps can account for of ``deviation``.
-    verdict: "invariant", "invariant but for eps", "not", or "no effect" where the outputs ignore the weight anyway.
+    deviation: largest change of an output relative to the outputs' size. without_eps: the same with the eps of every
+    norm removed. eps_bound: the largest part of ``deviation`` that eps can explain.
+    verdict: "invariant", "invariant but for eps", "not", or "no effect" where the outputs do not depend on the weight.
     """
 
     where: str
@@ -51,7 +51,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What ``check_invariances`` found."""
+    """Findings of ``check_invariances``."""
 
     findings: tuple[Finding, ...]
     delta: float
@@ -61,18 +61,14 @@ class Report:
         return self.finding(where, transform).verdict
 
     def finding(self, where: str, transform: str) -> Finding:
-        for found in self.findings:
-            if (found.where, found.transform) == (where, transform):
-                return found
-        known = ", ".join(dict.fromkeys(f"{f.where!r} {f.transform!r}" for f in self.findings))
-        raise fail("a finding is named by weight and transformation", f"{where!r}, {transform!r}", f"Known: {known}.")
+        by_name = {(f.where, f.transform): f for f in self.findings}
+        one_of("weight and transformation", (where, transform), by_name)
+        return by_name[where, transform]
 
     def as_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Weight (or "inputs"), then transformation, then the figures."""
-        found: dict[str, dict[str, dict[str, Any]]] = {}
-        for finding in self.findings:
-            found.setdefault(finding.where, {})[finding.transform] = asdict(finding)
-        return found
+        """Return the figures by weight (or "inputs"), then by transformation."""
+        names = dict.fromkeys(f.where for f in self.findings)
+        return {name: {f.transform: asdict(f) for f in self.findings if f.where == name} for name in names}
 
     def _texts(self) -> tuple[list[str], list[list[str]]]:
         head = ["weight", "transformation", "verdict", "deviation", "without eps", "eps bound"]
@@ -96,30 +92,27 @@ def check_invariances(
     *,
     case_axis: int | None = None,
 ) -> Report:
-    """Which changes of each weight, and of the inputs, leave all outputs of ``model`` as they were, in its own mode.
+    """Check which changes of each weight, and of the inputs, leave all outputs of ``model`` the same in its own mode.
 
-    Weights are those of linear, convolutional and recurrent layers (torch's and lamina's); W_ih and W_hh of every
-    layer and direction stand apart and together ("weight_ih_l0 + weight_hh_l0"). The model is not changed.
+    Weights are those of linear, convolutional and recurrent layers (torch's and lamina's). W_ih and W_hh of every
+    layer and direction are checked separately and together ("weight_ih_l0 + weight_hh_l0"). The model does not change.
 
-    inputs: the model's argument, or a tuple of them of which the first is transformed where it is floating point.
+    inputs: the model's argument, or a tuple of arguments; the first is transformed where it is floating point.
     tolerance: largest deviation of an invariance; None is the square root of the outputs' machine precision.
-    case_axis: which axis of the input counts cases; None is 1 for a 3-D input of a recurrent layer without
+    case_axis: the axis of the input that counts cases; None is 1 for a 3-D input of a recurrent layer without
         batch_first and 0 otherwise.
 
-    eps is told from a real dependence by measuring again with the eps of every module replaced by ``EPS_OFF``. By the
-    triangle inequality eps accounts for at most the change that taking it away makes before plus after the
-    transformation: ``eps_bound``. An eps written into a forward method stays, and its effect reads as "not".
+    To tell eps from a real dependence, everything is measured again with the eps of every module replaced by
+    ``EPS_OFF``. By the triangle inequality eps explains at most the change that its removal causes before plus after
+    the transformation: ``eps_bound``. An eps written into a forward method stays, and its effect reads as "not".
     """
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     weights = _weights(model)
     if not weights:
-        raise fail(
-            "check_invariances needs a linear, convolutional or recurrent layer to transform",
-            f"{type(model).__name__} without one",
-            "Pass a model that has weights.",
-        )
+        rule = "check_invariances needs a linear, convolutional or recurrent layer to transform"
+        raise fail(rule, f"{type(model).__name__} without one", "Pass a model that has weights.")
     axis = _case_axis(model, arguments[0]) if case_axis is None else case_axis
-    measure = _Measure(model, arguments, checked_draw(delta, case_axis=axis), tolerance)
+    measure = _Measure(model, arguments, Draw(delta, case_axis=axis), tolerance)
     findings = [f for where, names in weights.items() for f in measure.weight(where, names)]
     return Report((*findings, *measure.data()), measure.draw.delta, measure.tolerance)
 
@@ -131,34 +124,30 @@ def _case_axis(model: nn.Module, first: Any) -> int:
 
 
 def _weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Names to show, each with the parameters transformed together."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the parameters that are transformed together, by the name to show."""
+    together = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        for label, names in _own_weights(module):
-            found[prefix + label] = tuple(prefix + name for name in names)
-    return found
+        for names in _own_weights(module):
+            label = " + ".join(names) if isinstance(module, RECURRENT) else "weight"
+            together[prefix + label] = tuple(prefix + name for name in names)
+    return together
 
 
-def _own_weights(module: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
-    owned = [name for name, _ in module.named_parameters(recurse=False)]
+def _own_weights(module: nn.Module) -> Iterator[tuple[str, ...]]:
+    parameters = dict(module.named_parameters())
     if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        # Under torch's weight norm the row direction is a parameter of its own; the weight itself is computed.
+        # Under torch's weight norm the row direction is a parameter; the weight itself is computed.
         stored = ("weight", "weight_v", "parametrizations.weight.original1", "parametrizations.weight.original")
-        known = dict(module.named_parameters())
-        yield from [("weight", (name,)) for name in stored if name in known][:1]
+        yield from [(name,) for name in stored if name in parameters][:1]
     elif isinstance(module, RECURRENT):
-        for name in owned:
-            if name.startswith("weight_"):
-                yield name, (name,)
-        for name in owned:
-            partner = name.replace("weight_ih", "weight_hh")
-            if name.startswith("weight_ih") and partner in owned:
-                yield f"{name} + {partner}", (name, partner)
+        yield from ((name,) for name in parameters if name.startswith("weight_"))
+        pairs = ((name, name.replace("weight_ih", "weight_hh")) for name in parameters if name.startswith("weight_ih"))
+        yield from (pair for pair in pairs if pair[1] in parameters)
 
 
 class _Measure:
-    """Findings about one model, its outputs before any change taken once."""
+    """Measurements of one model, whose outputs before any change are computed once."""
 
     def __init__(self, model: nn.Module, arguments: tuple[Any, ...], draw: Draw, tolerance: float | None) -> None:
         self.probe, self.draw = Probe(model, arguments), draw
@@ -167,13 +156,13 @@ class _Measure:
         self.tolerance = precision**0.5 if tolerance is None else finite("tolerance", tolerance)
 
     def weight(self, where: str, names: tuple[str, ...]) -> Iterator[Finding]:
-        blind = self._ignores(names)
+        unused = self._unused(names)
         for label, transform in WEIGHT_CHANGES.items():
             changes = {name: with_draw(transform, self.draw) for name in names}
-            yield self._finding(where, label, blind, changes, None)
+            yield self._finding(where, label, unused, changes, None)
 
-    def _ignores(self, names: tuple[str, ...]) -> bool:
-        """Whether other weights altogether would give the same outputs."""
+    def _unused(self, names: tuple[str, ...]) -> bool:
+        """Return whether quite different weights give the same outputs."""
         noise = {name: lambda w: w + self.draw.vector(w, w.shape) for name in names}
         return deviation(self.probe.outputs(noise), self.old) == 0
 
@@ -185,17 +174,16 @@ class _Measure:
             yield self._finding("inputs", label, False, {}, with_draw(transform, self.draw))
 
     def _finding(
-        self, where: str, label: str, blind: bool, weights: Mapping[str, Change],
-        data: Change | None,
-    ) -> Finding:  # fmt: skip
+        self, where: str, label: str, unused: bool, weights: Mapping[str, Change], data: Change | None
+    ) -> Finding:
         new, new_off = (self.probe.outputs(weights, data, off) for off in (False, True))
         moved = deviation(new, self.old)
         moved_off = deviation(new_off, self.old_off, self.old)
         bound = deviation(self.old, self.old_off, self.old) + deviation(new, new_off, self.old)
-        return Finding(where, label, moved, moved_off, bound, self._verdict(moved, moved_off, blind))
+        return Finding(where, label, moved, moved_off, bound, self._verdict(moved, moved_off, unused))
 
-    def _verdict(self, moved: float, moved_off: float, blind: bool) -> str:
-        if blind:
+    def _verdict(self, moved: float, moved_off: float, unused: bool) -> str:
+        if unused:
             return "no effect"
         if moved <= self.tolerance:
             return "invariant"

@@ -1,4 +1,4 @@
-"""How normalised weights grow and turn along a training run."""
+"""Growth and rotation of normalised weights along a training run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..checks import fail, positive_int
+from ..checks import fail, one_of, positive_int
 from ..layers import NormalisedLayer
 from ..recurrent_module import RecurrentModule
 from .rates import angle_between
@@ -16,13 +16,13 @@ from .rates import angle_between
 
 @dataclass(frozen=True)
 class Observation:
-    """One weight after one update.
+    """One weight w after one update.
 
-    step: number of updates so far. norm: ||w|| now. angle: radians turned since the last observation. gradient_norm:
-    of the gradient that is there, None without one.
+    step: number of updates so far. norm: ||w|| now. angle: radians turned since the last observation.
+    gradient_norm: size ||grad|| of the current gradient, None without one.
     effective_rate: tan(angle)/(||w|| ||grad||) with the norm before the update, None without a gradient. ||w|| ||grad||
-    is the gradient's size at ||w|| = 1, so this is the learning rate that would turn a unit vector as much; plain SGD
-    gives lr/||w||^2.
+        is the size of the gradient at ||w|| = 1, so this is the learning rate that would turn a unit vector as much.
+        Plain SGD gives lr/||w||^2.
     """
 
     step: int
@@ -33,12 +33,12 @@ class Observation:
 
 
 class Tracker:
-    """Records every normalised weight of a model: call ``observe()`` after each ``optimizer.step()``.
+    """Record of every normalised weight of a model: call ``observe()`` after each ``optimizer.step()``.
 
-    names: parameters to follow instead, by their names in the model, of any module. A copy of each is kept. Call
-    ``observe`` before the gradients are set to zero, else it records none.
+    names: parameters to follow instead, by their names in the model. A copy of each is kept. Call ``observe`` before
+    the gradients are set to zero; afterwards it finds none to record.
 
-    ``history[name]`` is the list of observations, the first of them the start.
+    ``history[name]`` is the list of observations and begins with the start.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str] | None = None) -> None:
@@ -50,24 +50,22 @@ class Tracker:
         self.history = {n: [Observation(0, _norm(w), 0.0, None, None)] for n, w in self._weights.items()}
 
     def observe(self) -> dict[str, Observation]:
-        """Record what the last update did; gives the newest observation of every weight."""
+        """Record the effect of the last update and return the newest observation of every weight."""
         return {name: self._observe(name, weight) for name, weight in self._weights.items()}
 
     def _observe(self, name: str, weight: Tensor) -> Observation:
         past, gradient = self.history[name], weight.grad
         angle = angle_between(self._last[name], weight)
-        size = None if gradient is None else _norm(gradient)
-        unit_size = (size or 0.0) * past[-1].norm
+        gradient_norm = None if gradient is None else _norm(gradient)
+        unit_size = (gradient_norm or 0.0) * past[-1].norm
         rate = float(angle.tan()) / unit_size if unit_size else None
-        found = Observation(past[-1].step + 1, _norm(weight), float(angle), size, rate)
-        past.append(found)
+        past.append(Observation(past[-1].step + 1, _norm(weight), float(angle), gradient_norm, rate))
         self._last[name].copy_(weight.detach())
-        return found
+        return past[-1]
 
     def series(self, name: str, field: str) -> list[float | None]:
-        """One field of one weight over the run, for a plot."""
-        if name not in self.history:
-            raise fail("name must be a tracked weight", repr(name), f"Choose one of {', '.join(self.history)}.")
+        """Return one field of one weight over the run, for a plot."""
+        one_of("a tracked weight", name, self.history)
         return [getattr(observation, field) for observation in self.history[name]]
 
 
@@ -81,17 +79,17 @@ def track(model: nn.Module, update: Callable[[], object], steps: int, names: Seq
 
 
 def normalised_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The weights whose products are normalised, with their names in the model.
+    """Return the weights whose products are normalised, with their names in the model.
 
-    W of a normalised Linear or Conv2d; W_ih and W_hh of recurrent layers where a norm follows them, on the product or
-    on the sum (whose norm is indifferent to the scale of both together, not of each).
+    These are W of a normalised Linear or Conv2d, and W_ih and W_hh of recurrent layers with a norm on the product or
+    on the sum. A norm on the sum ignores the scale of both together, not of each.
     """
-    found = []
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if _is_normalised(module, name):
-                found.append((f"{prefix}.{name}".lstrip("."), parameter))
-    return found
+    return [
+        (f"{prefix}.{name}".lstrip("."), parameter)
+        for prefix, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if _is_normalised(module, name)
+    ]
 
 
 def _is_normalised(module: nn.Module, name: str) -> bool:
@@ -106,11 +104,10 @@ def _is_normalised(module: nn.Module, name: str) -> bool:
 
 
 def _named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
-    known = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name in names:
-        if name not in known:
-            raise fail("names must be parameters of the model", repr(name), f"Choose among {', '.join(known)}.")
-    return {name: known[name] for name in names}
+        one_of("a tracked parameter", name, parameters)
+    return {name: parameters[name] for name in names}
 
 
 def _norm(tensor: Tensor) -> float:

@@ -460,5 +460,5 @@ def test_trackers_need_a_weight_to_follow():
         Tracker(nn.LSTM(3, 4))
     with pytest.raises(InputError, match="'wieght'"):
         Tracker(nn.Linear(3, 4), ["wieght"])
-    with pytest.raises(InputError, match="tracked weight"):
+    with pytest.raises(InputError, match="a tracked weight must be one of"):
         Tracker(make("layer")).series("bias", "norm")

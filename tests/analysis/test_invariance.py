@@ -70,7 +70,7 @@ def test_the_eps_bound_fails_what_is_not_eps():
     assert table.entry("weight matrix scaled", "batch").within is False
 
 
-def test_negative_factors_turn_the_normalised_vector_round():
+def test_negative_factors_flip_the_sign_of_the_normalised_vector():
     table = invariance_table(delta=-2.0)
     for row, norms in TABLE_1.items():
         for norm, invariant in norms.items():
@@ -369,7 +369,7 @@ def test_forms_of_the_report():
     assert report.as_dict()["weight"]["shifted"]["verdict"] == "invariant"
     assert len(report.markdown().splitlines()) == 2 + 4 + 3
     assert report.rich().row_count == 7
-    with pytest.raises(InputError, match="Known: 'weight' 'scaled'"):
+    with pytest.raises(InputError, match=r"weight and transformation must be one of \('weight', 'scaled'\)"):
         report.finding("weights", "scaled")
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import lamina
 from lamina.analysis.geometry import summed_inputs
 from lamina.analysis.noise import (
-    approximated,
     batch_errors,
     measured_noise,
     model_errors,
@@ -47,8 +46,8 @@ def test_identity_is_exact_on_real_batches(cases, seed, skew):
     layer.weight.data.copy_(gain)
     (var, mean), (batch_var, batch_mean) = (torch.var_mean(a, 0, correction=0) for a in (population, batch))
     normalised = gain * (batch - mean) / var.sqrt()
-    found = resampled(normalised, mean, var.sqrt(), batch_mean, batch_var.sqrt(), gain)
-    torch.testing.assert_close(found, layer(batch), rtol=1e-9, atol=1e-10)
+    by_identity = resampled(normalised, (mean - batch_mean) / var.sqrt(), batch_var / var, gain)
+    torch.testing.assert_close(by_identity, layer(batch), rtol=1e-9, atol=1e-10)
 
 
 def test_identity_from_the_errors_of_batches():
@@ -79,6 +78,21 @@ def test_deviation_of_the_scale_follows_the_corrected_variance():
     assert found.scale_sd > 1.3 * found.expected_scale_sd("printed")
 
 
+@pytest.mark.parametrize("cases", [8, 64])
+def test_the_scale_of_gaussian_batches_has_the_deviation_of_chi_squared(cases):
+    """First order gives 0.25 at 8 cases; 1/sqrt(chi^2_7/8) has a deviation of 0.389."""
+    measured = measured_noise(randn(100_000, seed=3), cases, 20_000)
+    assert measured.scale_sd == pytest.approx(measured.gaussian_scale_sd, rel=0.02)
+    assert measured.gaussian_scale_sd > (1.5 if cases == 8 else 1.04) * measured.expected_scale_sd()
+    if cases == 8:  # Gamma(7/2) = 15 sqrt(pi)/8
+        assert measured.gaussian_scale_sd == pytest.approx(math.sqrt(8 / 5 - 1024 / (225 * math.pi)), abs=1e-12)
+
+
+def test_batches_of_three_or_fewer_have_no_finite_scale_deviation():
+    assert measured_noise(randn(1000), 3, 10).gaussian_scale_sd == math.inf
+    assert math.isfinite(measured_noise(randn(1000), 4, 10).gaussian_scale_sd)
+
+
 def test_other_distributions_have_kurtosis_minus_one():
     uniform = torch.rand(20_000, 4, generator=generator(2), dtype=torch.float64)
     laplace = uniform.sub(0.5).sign() * -torch.log1p(-2 * uniform.sub(0.5).abs())
@@ -88,24 +102,24 @@ def test_other_distributions_have_kurtosis_minus_one():
 
 @pytest.mark.parametrize(("variance", "expected"), [("corrected", 2.0), ("printed", 1.0)])
 def test_draws_of_the_model_have_the_variance_asked_for(variance, expected):
-    shift, spread = model_errors((200_000,), 100, variance, generator())
+    shift, spread = model_errors(torch.empty(200_000, 1).double(), 100, variance, generator=generator())
     assert float(shift.var()) == pytest.approx(1 / 100, rel=0.02)
     assert float(spread.mean()) == pytest.approx(1, abs=2e-3)
     assert 100 * float(spread.var()) == pytest.approx(expected, rel=0.02)
-    assert abs(float(torch.corrcoef(torch.stack((shift, spread)))[0, 1])) < 0.01
+    assert abs(float(torch.corrcoef(torch.cat((shift, spread), 1).T)[0, 1])) < 0.01
 
 
 def test_few_cases_are_clamped_as_the_layer_does():
-    _, spread = model_errors((10_000,), 4, generator=generator())
-    assert float(spread.min()) == SPREAD_FLOOR
-    assert torch.equal(model_errors((50,), 4)[1], model_errors((50,), 4)[1])
+    _, spread = model_errors(torch.empty(10_000, 1), 4, generator=generator())
+    assert float(spread.min()) == pytest.approx(SPREAD_FLOOR)
+    assert torch.equal(model_errors(spread, 4)[1], model_errors(spread, 4)[1])
 
 
 def test_model_is_that_of_the_noisy_layer():
     layer = lamina.NoisyLayerNorm(6, 32, eps=0.0, elementwise_affine=False, dtype=torch.float64)
     x = randn(40_000, 6, seed=3)
     normalised = lamina.LayerNorm(6, eps=0.0, elementwise_affine=False, dtype=torch.float64)(x)
-    ours, theirs = approximated(normalised, 32, generator=generator(5)), layer(x)
+    ours, theirs = resampled(normalised, *model_errors(normalised, 32, generator=generator(5))), layer(x)
     for moment in (lambda t: t.square().mean(), lambda t: (t - normalised).square().mean()):
         assert float(moment(ours)) == pytest.approx(float(moment(theirs)), rel=0.05)
 
@@ -135,7 +149,7 @@ def test_modelled_noise_drawn_for_each_unit_is_shared():
     assert found.second_moment_spread > 0.01
     normalised = torch.stack((randn(30), torch.ones(30).double()), 1)
     for noise_shape, shared in (("unit", True), ("case", False)):
-        drawn = approximated(normalised[:, :1], 64, noise_shape=noise_shape)
+        drawn = resampled(normalised[:, :1], *model_errors(normalised[:, :1], 64, noise_shape=noise_shape))
         left = drawn - normalised @ torch.linalg.lstsq(normalised, drawn).solution
         assert bool(left.norm() < 1e-12) is shared
 
@@ -156,7 +170,8 @@ def test_regulariser_written_out():
 def test_regulariser_is_the_modelled_increase_of_the_squared_error(variance):
     """Second order is 1/N^2, a hundredth of the increase here; each variance fails with the other's draws."""
     abar, target, gain, cases = torch.tensor([1.5, -0.5]).double(), torch.tensor([-1.0, 0.3]).double(), 0.8, 400
-    drawn = approximated(abar.expand(1_000_000, 2), cases, gain, variance, generator=generator())
+    wide = abar.expand(1_000_000, 2)
+    drawn = resampled(wide, *model_errors(wide, cases, variance, generator=generator()), gain)
     measured = ((drawn - target).square() - (abar - target).square()).mean(0)
     other = "printed" if variance == "corrected" else "corrected"
     expected, wrong = (regulariser(abar, gain, cases, target, v) for v in (variance, other))
@@ -193,7 +208,7 @@ def test_batches_that_have_no_deviation_are_refused():
     with pytest.raises(InputError, match=r"summed inputs \[M\] or \[M, H\]"):
         measured_noise(torch.arange(5), 8)
     with pytest.raises(InputError, match="'corrected', 'printed'"):
-        model_errors((3,), 4, "exact")
+        model_errors(POPULATION, 4, "exact")
 
 
 def test_population_from_a_layer_and_the_callers_random_numbers():

@@ -76,7 +76,7 @@ FIGURES = (
     ),
 )
 
-# Lowest validation NLL in short runs with seed 100, one grid for all: results/tuning-convnet_cifar10_subset-laptop.json.
+# Lowest validation NLL in short runs, seed 100, one grid for all: results/tuning-convnet_cifar10_subset-laptop.json.
 LAPTOP_STEP_SIZES = (
     {"norm": "none", "lr": 1e-3},
     {"norm": "layer", "lr": 3e-3},

@@ -62,7 +62,7 @@ def _step_sizes(rows: dict[tuple[str, int], float]) -> tuple[dict[str, Any], ...
     return tuple({"norm": norm, "batch_size": size, "lr": lr} for (norm, size), lr in rows.items())
 
 
-# Lowest validation NLL in short runs with seed 100, one grid for all: results/tuning-mnist_mnist-laptop.json.
+# Lowest validation NLL in short runs, seed 100, one grid for all: results/tuning-mnist_mnist-laptop.json.
 LAPTOP_STEP_SIZES = _step_sizes(
     {
         **{("layer", 128): 3e-3, ("batch", 128): 1e-2, ("batch_hidden", 128): 1e-3},
