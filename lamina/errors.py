@@ -57,7 +57,8 @@ def one_of(what: str, value: object, allowed: Iterable[Any]) -> None:
 
 def show(value: object) -> str:
     """Return a short repr: arrays and tensors as their shapes, also inside containers; truncate long text."""
-    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, (Number, str)):
+    scalar = isinstance(value, (Number, str)) or type(value).__name__ in ("bool", "bool_")  # numpy's is no Number
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not scalar:
         dtype = str(value.dtype).removeprefix("torch.")
         return f"shape {list(value.shape)} ({dtype}, {getattr(value, 'device', 'numpy')})"
     if isinstance(value, (tuple, list)):

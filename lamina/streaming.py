@@ -37,13 +37,13 @@ class Stream:
 
     The next frame uses changed weights automatically, with every backend: after in-place changes
     (``load_state_dict``, an optimiser) and after all parameters are replaced (``load_state_dict(assign=True)``,
-    ``layer.to(...)``). If only some parameters are replaced, call ``refresh`` or ``reset``, which compare all of them.
+    ``layer.to(...)``). Call ``refresh`` or ``reset``, which always reload them, if only some parameters are replaced
+    or if ``parameter.data`` is changed, which torch does not count.
     """
 
     def __init__(self, layer: RecurrentLayer, batch_size: int = 1) -> None:
         self.layer, self.batch_size = layer, positive_int("batch_size", batch_size)
         self._check(layer)
-        self._prepare()
         self.reset()
 
     @staticmethod
@@ -68,7 +68,7 @@ class Stream:
         """Pack the weights and everything else that a frame needs, except the state."""
         weight = self.layer.get_parameter("weight_ih_l0")
         self._parameters = tuple(self.layer.parameters())
-        self._versions, self._identities = sum(map(_version, self._parameters)), self._parameter_identities()
+        self._versions = sum(map(_version, self._parameters))
         self._name, self._weight = next(iter(self.layer._parameters.items()))
         self._address = self._parameters[0].data_ptr()
         self.dtype, self.shape = weight.dtype, torch.Size((self.batch_size, self.layer.input_size))
@@ -86,10 +86,6 @@ class Stream:
         if self.layer._parameters.get(self._name) is not self._weight:
             return True
         return sum(map(_version, self._parameters)) != self._versions or self._parameters[0].data_ptr() != self._address
-
-    def _parameter_identities(self) -> list[tuple[int, int]]:
-        """Return identity and address of every parameter, which change when a parameter is replaced."""
-        return [(id(p), p.data_ptr()) for p in self.layer.parameters()]
 
     def _build_steps(self, x: Tensor) -> list[Any]:
         """Build the step of each layer, which reads from the output buffer of the layer below."""
@@ -110,19 +106,18 @@ class Stream:
 
     @torch.no_grad()
     def reset(self, state: Any = None, cases: Any = None) -> None:
-        """Reset to the layer's initial state (zeros or the learned one) or to ``state``; reload changed weights.
+        """Reset to the layer's initial state (zeros or the learned one) or to ``state``, and reload the weights.
 
         state: state of the whole batch, in the layout that the layer returns.
         cases: cases to reset, a bool mask [B] or indices; the others keep their state. None resets all.
         """
         selected = None if cases is None else self._checked_cases(cases)
-        if self._stale() or self._parameter_identities() != self._identities:
-            self._prepare() if selected is None else self.refresh()
         x = self.layer.get_parameter("weight_ih_l0").new_zeros(1, self.batch_size, self.layer.input_size)
         cells = self.layer._states(state, x, 3)
         states = [
             torch.stack([_or_zeros(s[k], x, width) for s in cells]) for k, width in enumerate(self.layer.state_sizes)
         ]
+        self._prepare() if selected is None else self.refresh()
         if selected is not None:
             mask = torch.zeros(self.batch_size, 1, dtype=torch.bool, device=x.device)
             mask[selected.to(x.device)] = True

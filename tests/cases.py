@@ -135,3 +135,16 @@ def rounded_products():
         yield
     finally:
         reference.product = exact
+
+
+def without(*packages: str) -> str:
+    """Code after which a Python process finds none of these packages, as where they are not installed."""
+    return f"""
+import sys
+from importlib.machinery import PathFinder
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {packages!r} else super().find_spec(name, path, target)
+sys.meta_path = [Finder if f is PathFinder else f for f in sys.meta_path]
+"""

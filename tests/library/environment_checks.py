@@ -1,8 +1,9 @@
 """CPU library checks for one environment: run by ``test_environments`` with the interpreter of a virtual environment.
 
-    python -I environment_checks.py BACKEND
+    python -I environment_checks.py BACKEND [CHECK ...]
 
-BACKEND is the one that recurrences are to run on. Needs torch, numpy and the installed library, nothing else.
+BACKEND is the one that recurrences are to run on, CHECK a function below (default: all). Needs torch, numpy and the
+installed library, nothing else.
 """
 
 from __future__ import annotations
@@ -135,13 +136,13 @@ def check_imports(backend):
 
 
 def main():
-    backend = sys.argv[1]
+    backend, *chosen = sys.argv[1:]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         for name, check in list(globals().items()):
-            if name.startswith("check_"):
+            if name in chosen or (not chosen and name.startswith("check_")):
                 try:
                     check(backend)
                 except Exception as error:

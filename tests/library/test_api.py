@@ -169,26 +169,9 @@ def test_every_lamina_command_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "report" / "report.html").exists()
 
 
-def test_results_are_what_the_records_say(tmp_path):
-    """RESULTS.md is written from the records, never by hand, and the README repeats its summary."""
-    from lamina.lab.reports import page
-
-    shutil.copytree(ROOT / "results", tmp_path / "results")
-    page.build([tmp_path / "results"], tmp_path / "results", markdown=tmp_path / "RESULTS.md")
-    text, fresh = (ROOT / "RESULTS.md").read_text(), (tmp_path / "RESULTS.md").read_text()
-    if "*Not checked: " in fresh:  # a shallow clone or none: what git would say of changed code cannot be compared
-        fresh, text = (re.sub(r"^\*(Stale|Not checked): .*\n\n", "", t, flags=re.M) for t in (fresh, text))
-    assert fresh == text, "RESULTS.md is not what the records and the code say now. Run `make results`."
-    for figure in re.findall(r"\]\((results/figures/[^)]+)\)", text):
-        assert (ROOT / figure).exists()
-    rows = [line for line in text.splitlines() if re.match(r"\| \[.*(REAL DATA|STAND-IN)", line)]
-    assert rows
-    told = re.findall(r"^\| \[.*RESULTS.md#.*$", (ROOT / "README.md").read_text(), flags=re.M)
-    assert told == [row.replace("](#", "](RESULTS.md#") for row in rows]
-
-
 def environments(record):
-    return record.get("environments") or [record["environment"]]
+    made = (row["environment"] for row in record.get("runs", [record]))
+    return list({one["commit"]: one for one in made}.values())
 
 
 def test_every_record_was_made_at_a_commit_of_the_history():

@@ -1,4 +1,4 @@
-"""The wheel where users install it: beside torch alone, with numba, with Triton too; never with the lab's packages."""
+"""The library as users install it: beside torch alone, with numba, with Triton too; never with the lab's packages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from lamina import notices
+from tests.cases import without
 
 ROOT = Path(__file__).parents[2]
-pytest.importorskip("hatchling", reason="needs the dev extra")
 requirements = pytest.importorskip("packaging.requirements")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
+    pytest.importorskip("hatchling", reason="needs the dev extra")
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -70,3 +71,21 @@ def test_the_wheel_serves_a_cpu(packages, backend, wheel, tmp_path):
     installed, *warned = done.stdout.split()
     assert Path(installed).is_relative_to(tmp_path)
     assert warned == ([] if "numba" in packages else notices.WARNINGS["numba"].split())  # once
+
+
+LAB = ("accelerate", "matplotlib", "rich", "safetensors", "scipy", "sklearn", "tensorboard", "typer")
+
+
+@pytest.mark.parametrize("missing", [("triton",), ("triton", "numba", "llvmlite")], ids=["numba", "torch alone"])
+def test_the_library_serves_a_cpu_without(missing):
+    """As ``test_the_wheel_serves_a_cpu``, quickly: packages are hidden, and the checks are those of recurrences."""
+    if "numba" not in missing:
+        pytest.importorskip("numba")
+    checks = Path(__file__).with_name("environment_checks.py")
+    told = [str(checks), "reference" if "numba" in missing else "numba", "check_layers", "check_cells", "check_streams"]
+    run = f"import runpy\nsys.argv = {told}\nrunpy.run_path({told[0]!r}, run_name='__main__')"
+    code = without(*missing, *LAB) + run
+    known = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=known, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1:] == (notices.WARNINGS["numba"].split() if "numba" in missing else [])  # once

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -567,6 +568,8 @@ def test_a_text_is_not_a_flag(name):
     """Any text is true, "False" too; torch.nn refuses it for two of these."""
     with pytest.raises(TypeError, match=f"{name} must be of type bool, got str 'False'"):
         lamina.LSTM(3, 4, **{name: "False"})
+    with pytest.raises(TypeError, match=r"got bool\w* np\.False_"):  # torch.nn refuses it too
+        lamina.LSTM(3, 4, **{name: np.False_})
     if name == "bias":
         with pytest.raises(TypeError, match="bias must be of type bool"):
             lamina.GRUCell(3, 4, bias="False")

@@ -14,20 +14,9 @@ import torch
 import lamina
 from lamina import reference
 from lamina.kernels import fused
-from tests.cases import assert_same, everything, random_call
+from tests.cases import assert_same, everything, random_call, without
 
 ROOT = Path(__file__).parents[2]
-# As where numba is not installed: nothing finds it.
-WITHOUT_NUMBA = """
-import sys
-from importlib.machinery import PathFinder
-class Finder(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        absent = name.partition(".")[0] in ("numba", "llvmlite")
-        return None if absent else super().find_spec(name, path, target)
-sys.meta_path = [Finder if f is PathFinder else f for f in sys.meta_path]
-"""
 LOAD = """
 import sys, warnings, torch, lamina
 folder, loads, trains, absent = sys.argv[1:]
@@ -70,7 +59,7 @@ def saved(folder):
 
 def loaded(folder, loads, trains, absent):
     """Outputs, and gradients, of the saved program in a new process."""
-    code = (WITHOUT_NUMBA if absent else "") + LOAD
+    code = (without("numba", "llvmlite") if absent else "") + LOAD
     options = ["-X", "faulthandler", "-W", "ignore"]
     command = [sys.executable, *options, "-c", code, str(folder), loads, str(trains), str(absent)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)

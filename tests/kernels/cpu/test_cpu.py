@@ -549,6 +549,26 @@ def test_a_stream_takes_loaded_weights_and_keeps_its_state(backend, assign):
 
 
 @pytest.mark.parametrize("backend", ["numba", "reference"])
+@pytest.mark.parametrize("again", ["refresh", "reset", "reset a case"])
+def test_a_stream_reloads_weights_that_torch_does_not_count(backend, again):
+    """A target network is often updated through ``parameter.data``, which no version counter sees."""
+    layer, x = lamina.GRU(5, 6, backend=backend).eval(), torch.randn(2, 5)
+    step = lamina.stream(layer, 2)
+    layer.weight_ih_l0.data.mul_(-1)
+    {"refresh": step.refresh, "reset": step.reset, "reset a case": lambda: step.reset(cases=[0])}[again]()
+    torch.testing.assert_close(step(x), layer(x.unsqueeze(0))[0][0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_refused_reset_keeps_the_state():
+    step = lamina.stream(lamina.GRU(5, 6).eval())
+    step(torch.randn(1, 5))
+    before = step.state.clone()
+    with pytest.raises(lamina.InputError):
+        step.reset(torch.zeros(1, 2, 6))
+    assert torch.equal(step.state, before)
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
 @pytest.mark.parametrize("cases", [[True, False, True], torch.tensor([2, 0]), []])
 def test_a_stream_resets_single_cases(backend, cases):
     layer = lamina.LSTM(5, 6, 2, backend=backend, learn_initial_state=True).eval()
