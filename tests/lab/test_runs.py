@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import functools
 import json
 import math
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -28,7 +28,7 @@ from torch import nn
 from lamina.errors import InputError, RunError
 from lamina.lab.runs import checkpoints
 from lamina.lab.runs.checkpoints import Damaged
-from lamina.lab.runs.folder import RunFolder, rng_state, set_rng_state, status
+from lamina.lab.runs.folder import RunFolder, status
 
 DATA = {"name": "mnist", "kind": "real", "label": "MNIST", "sizes": {"train": 6}, "sha256": {"images": "ab"}}
 HEADER = {
@@ -186,7 +186,7 @@ OPTIMIZERS = {
 def test_a_restored_optimizer_goes_on_bit_for_bit(folder, make):
     model, optimizer = model_and(make)
     update(model, optimizer)
-    folder.save(1, model.state_dict(), optimizer.state_dict(), {"rng": rng_state()})
+    folder.save(1, model.state_dict(), optimizer.state_dict(), {})
     expected = optimizer.state_dict()
     found = folder.load()
     assert_same(found.optimizer, expected)
@@ -194,7 +194,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(folder, make):
     twin.load_state_dict(found.weights)
     its_optimizer.load_state_dict(found.optimizer)
     for pair in ((model, optimizer), (twin, its_optimizer)):
-        set_rng_state(found.state["rng"])
+        torch.manual_seed(1)
         update(*pair)
     assert_same(twin.state_dict(), model.state_dict())
     assert_same(its_optimizer.state_dict(), optimizer.state_dict())
@@ -218,30 +218,16 @@ def test_state_comes_back_exactly(folder):
     assert_same(folder.load().state, state)
 
 
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.tuples(inner, inner)
-            | st.dictionaries(st.integers() | st.text() | st.sampled_from(["$tuple", "$items"]), inner, max_size=3)
-        ),
-        max_leaves=8,
-    )
+@pytest.mark.parametrize(
+    "bad", [Path("x"), random.Random, lambda: 1, (i for i in ())], ids=["object", "class", "lambda", "generator"]
 )
-@settings(max_examples=60)
-def test_any_nested_state_survives_packing(value):
-    tensors = {}
-    packed = json.loads(json.dumps(checkpoints._pack(value, "", tensors)))
-    assert_same(checkpoints._unpack(packed, tensors, "cpu"), value)
-
-
-@pytest.mark.parametrize("bad", [{"x": object()}, {"x": {1, 2}}, {"x": b"bytes"}])
-def test_state_that_cannot_be_stored_is_refused(folder, bad):
+def test_state_that_would_run_code_when_read_is_refused(folder, bad):
     save(folder, 1)
     before = contents(folder.path)
-    with pytest.raises(InputError, match=r"a checkpoint holds numbers.*at 'run\.x'"):
-        folder.save(2, {}, {}, bad)
+    for optimizer, state, place in (({}, {"x": bad}, "the run's state"), ({"x": bad}, {}, "the optimiser's state")):
+        with pytest.raises(InputError, match=f"a checkpoint holds numbers.* in {place}") as caught:
+            folder.save(2, {}, optimizer, state)
+        assert "\n" not in str(caught.value)
     assert contents(folder.path) == before
 
 
@@ -252,51 +238,19 @@ def test_weights_that_cannot_be_stored_are_refused(folder, bad):
     assert folder.load() is None
 
 
-def test_tensors_go_to_the_device_asked_for_and_cpu_counters_stay(folder):
-    save(folder, 1)
-    found = folder.load(map_location="meta")
-    assert found.weights["w"].is_meta
-    assert not found.optimizer["state"][0]["step"].is_meta
-
-
 @pytest.mark.gpu
-def test_a_cuda_run_comes_back_on_cuda_and_on_the_cpu(folder):
+def test_a_cuda_run_is_read_on_the_cpu_and_goes_on_on_cuda(folder):
     parameter = nn.Parameter(torch.randn(5, device="cuda"))
-    optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.1, device="cuda"), capturable=True)
+    optimizer = torch.optim.Adam([parameter], lr=0.1, capturable=True)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    folder.save(1, {"w": parameter}, optimizer.state_dict(), {"rng": rng_state()})
-    expected = torch.rand(3, device="cuda")
-    found = folder.load(map_location="cuda")
-    assert_same(found.weights["w"].cpu(), parameter.detach().cpu())
-    assert found.optimizer["param_groups"][0]["lr"].is_cuda
-    assert found.optimizer["state"][0]["step"].is_cuda
-    set_rng_state(found.state["rng"])
-    assert torch.equal(torch.rand(3, device="cuda"), expected)
-    assert not folder.load().optimizer["state"][0]["exp_avg"].is_cuda
-
-
-# Random numbers
-
-
-def draw() -> list:
-    return [torch.randn(3).tolist(), random.random(), random.gauss(0, 1), np.random.randn(3).tolist()]
-
-
-def test_random_states_are_json_and_exact():
-    draw()  # an odd number of normals: half a pair is left in the generators of Python and numpy
-    state = json.loads(json.dumps(rng_state()))
-    expected = draw()
-    assert draw() != expected
-    set_rng_state(state)
-    assert draw() == expected
-
-
-def test_random_states_of_missing_devices_are_spoken_of():
-    text = checkpoints._text(b"x" * 16)
-    more = torch.cuda.device_count() + 1
-    with pytest.warns(UserWarning, match=rf"of {more} CUDA devices were saved, {more - 1} are here"):
-        set_rng_state({**rng_state(), "cuda": [*rng_state()["cuda"], *[text] * (more - len(rng_state()["cuda"]))]})
+    folder.save(1, {"w": parameter}, optimizer.state_dict(), {})
+    found = folder.load()
+    assert_same(found.weights["w"], parameter.detach().cpu())
+    assert not found.optimizer["state"][0]["exp_avg"].is_cuda
+    twin = torch.optim.Adam([nn.Parameter(found.weights["w"].cuda())], lr=0.1, capturable=True)
+    twin.load_state_dict(found.optimizer)
+    assert_same(twin.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 # Which checkpoint is loaded, which are kept
@@ -397,19 +351,19 @@ def sound_checkpoint() -> dict[str, bytes]:
         return contents(save(folder, 3))
 
 
-FILES = ("weights.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json")
+FILES = ("weights.safetensors", "optimizer.pt", "state.pt", "MANIFEST.json")
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_flipped_bit_is_seen(tmp_path, name):
-    """Every byte of each file, one bit of it, the bit changing with the position."""
+def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path, name):
+    """Every 11th byte of each file, one bit of it, the bit changing with the position."""
     path = tmp_path / "step-000000003"
     path.mkdir()
     for file, data in sound_checkpoint().items():
         (path / file).write_bytes(data)
     assert checkpoints.read(path).step == 3
     data = sound_checkpoint()[name]
-    for position in range(len(data)):
+    for position in range(0, len(data), 11):
         damaged = bytearray(data)
         damaged[position] ^= 1 << position % 8
         (path / name).write_bytes(damaged)
@@ -418,7 +372,7 @@ def test_every_flipped_bit_is_seen(tmp_path, name):
 
 
 @given(st.sampled_from(FILES), st.integers(0, 10**6), st.integers(0, 255), st.sampled_from(["set", "insert", "drop"]))
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_any_changed_byte_is_seen(name, position, value, change):
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "step-000000003"
@@ -465,13 +419,24 @@ def test_a_renamed_checkpoint_is_not_believed(folder):
     assert folder.load().step == 1
 
 
+def test_a_checkpoint_of_another_version_ends_in_one_line(folder, monkeypatch):
+    monkeypatch.setattr(checkpoints, "SCHEMA", 1)
+    save(folder, 1)
+    monkeypatch.undo()
+    with pytest.raises(
+        InputError, match=r"step-000000001: it was written by another version of lamina.*--restart"
+    ) as e:
+        folder.load()
+    assert "\n" not in str(e.value)
+
+
 def test_when_none_is_whole_each_is_named_and_nothing_is_touched(folder):
     for step in (1, 2):
-        (save(folder, step) / "state.json").write_text("{}")
+        (save(folder, step) / "state.pt").write_text("{}")
     folder.log([line(1, loss=1.0)])
     folder._resuming = True
     before = contents(folder.path)
-    with pytest.raises(InputError, match=r"step-000000002: state\.json has 2 bytes.*step-000000001: .*--restart"):
+    with pytest.raises(InputError, match=r"step-000000002: state\.pt has 2 bytes.*step-000000001: .*--restart"):
         folder.load()
     assert contents(folder.path) == before
 
@@ -535,13 +500,6 @@ def test_tensorboard_has_the_metrics(folder):
     folder.log([line(1, loss=0.5), line(2, loss=math.nan), {**line(3), "kind": "eval", "test_error": 0.25}])
     folder.close()
     assert events(folder.path) == {"loss": [(1, 0.5)], "test_error": [(3, 0.25)]}
-
-
-def test_tensorboard_tells_seeds_apart(tmp_path):
-    with RunFolder.open(tmp_path) as folder:
-        folder.start({**HEADER, "seeds": [3, 4]}, resume=False)
-        folder.log([{**line(1, loss=0.5), "seed": 3}, {**line(1, loss=0.25), "seed": 4}])
-    assert events(tmp_path) == {"loss/seed3": [(1, 0.5)], "loss/seed4": [(1, 0.25)]}
 
 
 def test_without_tensorboard_a_run_goes_on_and_says_so_once(folder, monkeypatch):
@@ -691,7 +649,7 @@ def test_going_back_past_a_damaged_checkpoint_sets_it_aside(folder):
     def check(again):
         assert again.load().step == 1
         assert saved_steps(again.path) == [1]
-        assert (again.path / "checkpoints" / "set-aside-1-step-000000002" / "state.json").exists()
+        assert (again.path / "checkpoints" / "set-aside-1-step-000000002" / "state.pt").exists()
         assert again.best() is None, "its checkpoint is not whole"
         assert [item["step"] for item in again.metrics()] == [1]
         save(again, 2)
@@ -790,12 +748,10 @@ def test_a_child_that_leaves_the_with_block_does_not_unlock_its_parent(folder):
 
 def test_an_instant_of_status_does_not_turn_a_run_away(tmp_path):
     (tmp_path / "run.lock").touch()
-    looking = os.open(tmp_path / "run.lock", os.O_RDONLY)
-    fcntl.flock(looking, fcntl.LOCK_SH)
-    child = fork(lambda: RunFolder.open(tmp_path).close())
-    time.sleep(0.05)
-    fcntl.flock(looking, fcntl.LOCK_UN)  # closing would not do: the child has a copy
-    os.close(looking)
+    looking = FileLock(tmp_path / "run.lock")
+    with looking:
+        child = fork(lambda: RunFolder.open(tmp_path).close())
+        time.sleep(0.05)
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -1036,11 +992,12 @@ def check_what_is_left(path: Path, at_least: int) -> int:
     return step
 
 
-def test_a_run_that_is_killed_again_and_again_loses_nothing(tmp_path):
+@pytest.mark.parametrize("enough", [8, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_again_and_again_loses_nothing(tmp_path, enough):
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401  here, so that the children need not
 
     chance, reach, step, kills = random.Random(0), 0.08, 0, 0
-    while kills < 30 or (step <= 10 and kills < 200):
+    while kills < enough or (step <= 10 and kills < 200):
         child = fork(lambda: train_until_killed(tmp_path))
         time.sleep(chance.uniform(0.0, reach))
         kill(child)

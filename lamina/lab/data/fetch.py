@@ -89,7 +89,7 @@ def _attempt(url: str, file: File, final: Path) -> str | None:
 
     bar = tqdm(desc=final.name, total=file.size, unit="B", unit_scale=True, disable=None)  # None: on terminals alone
     download = pooch.HTTPDownloader(progressbar=bar, chunk_size=2**16, timeout=TIMEOUT)
-    with TemporaryDirectory(prefix=".fetching-", dir=final.parent) as folder:
+    with bar, TemporaryDirectory(prefix=".fetching-", dir=final.parent) as folder:
         part = Path(folder) / final.name
         try:
             download(url, str(part), None)
@@ -97,6 +97,7 @@ def _attempt(url: str, file: File, final: Path) -> str | None:
         except BadFile as error:
             return error.found
         except requests.RequestException as error:
-            return " ".join(str(error).split())
+            cause = getattr(error.args[0], "reason", error) if error.args else error
+            return " ".join(str(cause).rpartition("): ")[2].split())  # without the connection's own name
         os.replace(part, final)
     return None

@@ -1,18 +1,17 @@
-"""Checkpoints that are whole or not there at all: written aside, hashed, synced and renamed into place."""
+"""Checkpoints that are whole or absent: written aside, hashed, synced and renamed into place."""
 
 from __future__ import annotations
 
-import base64
 import errno
 import hashlib
+import io
 import json
 import math
 import os
-import random
+import pickle
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and listing runs needs none 
     import torch
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-WEIGHTS, OPTIMIZER, STATE, MANIFEST = "weights.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
+WEIGHTS, OPTIMIZER, STATE, MANIFEST = "weights.safetensors", "optimizer.pt", "state.pt", "MANIFEST.json"
+SCHEMA = 2  # 1 held the optimiser as safetensors and JSON
 
 
 class Damaged(Exception):
@@ -59,7 +59,7 @@ def disk_errors(what: object) -> Iterator[None]:
 
 
 def write_all(file: int, data: bytes) -> None:
-    """One ``os.write``; more only where the system took less than all of it."""
+    """Write all of it: one ``os.write``, and more only where the system took less."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(file, rest) :]
@@ -84,7 +84,7 @@ def _write_synced(path: Path, data: bytes) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """The file has its old content or all of the new, at every moment."""
+    """Replace a file in one step: at every moment it has its old content or all of the new."""
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     with disk_errors(path):
         try:
@@ -113,7 +113,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """The value as strict JSON holds it: arrays and tensors as lists, NaN and infinity as null."""
+    """Return the value as strict JSON holds it: arrays and tensors as lists, NaN and infinity as null."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -123,11 +123,11 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# Tensors and everything else in an optimiser's state
+# Tensors and everything else as bytes
 
 
 def _on_host(name: str, tensor: object) -> torch.Tensor:
-    """A copy of its own: safetensors refuses tied and strided tensors, and the run must not change it meanwhile."""
+    """Return a contiguous copy on the CPU: safetensors refuses tied and strided tensors."""
     import torch
 
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
@@ -137,61 +137,41 @@ def _on_host(name: str, tensor: object) -> torch.Tensor:
     return plain.clone(memory_format=torch.contiguous_format)
 
 
-def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """The value as JSON; its tensors go to ``tensors`` under their dotted path. ``_unpack`` gives back the same."""
+def _dumped(name: str, value: Mapping[str, Any]) -> bytes:
+    """Return the value as torch saves it; refused where reading it back would need to run code."""
     import torch
 
-    if isinstance(value, torch.Tensor):
-        while name in tensors:  # {"a.b": t} and {"a": {"b": t}} have the same path
-            name += "'"
-        tensors[name] = _on_host(name, value)
-        return {"$tensor": name, "on": value.device.type}
-    if isinstance(value, (list, tuple)):
-        items = [_pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple": items}
-    if isinstance(value, Mapping):
-        return _pack_mapping(value, name, tensors)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    received = f"{type(value).__name__} at {name!r}"
-    raise fail("a checkpoint holds numbers, text, lists, dicts and tensors", received, "Convert it first.")
+    buffer = io.BytesIO()
+    try:
+        torch.save(dict(value), buffer)
+        _loaded(buffer.getvalue())
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        classes = re.findall(r"GLOBAL (\S+)", str(error)) or [str(error).split("\n")[0]]
+        received = f"{classes[0]} in {name}"
+        raise fail(
+            "a checkpoint holds numbers, text, lists, dicts and tensors", received, "Convert it first."
+        ) from None
+    return buffer.getvalue()
 
 
-def _pack_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """JSON knows only text as keys; optimisers number their parameters."""
-    pairs = [(key, _pack(item, f"{name}.{key}" if name else str(key), tensors)) for key, item in value.items()]
-    if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
-        return dict(pairs)
-    return {"$items": [[_pack(key, f"{name}.key", tensors), item] for key, item in pairs]}
+def _loaded(data: bytes) -> dict[str, Any]:
+    import torch
 
-
-def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], device: str | torch.device) -> Any:
-    if isinstance(value, list):
-        return [_unpack(item, tensors, device) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "$tensor" in value:
-        # Adam counts its steps on the CPU unless it is capturable, and refuses to go on when they have moved.
-        return tensors[value["$tensor"]].to("cpu" if value["on"] == "cpu" else device)
-    if "$tuple" in value:
-        return tuple(_unpack(item, tensors, device) for item in value["$tuple"])
-    if "$items" in value:
-        return {_unpack(key, tensors, device): _unpack(item, tensors, device) for key, item in value["$items"]}
-    return {key: _unpack(item, tensors, device) for key, item in value.items()}
+    return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
 
 # One checkpoint is one folder
 
 
 def listed(home: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of the checkpoints in ``home``, oldest first; whether they are whole is not looked at."""
+    """Return steps and folders of the checkpoints in ``home``, oldest first, whole or not."""
     names = os.listdir(home) if home.is_dir() else []
     found = [(match, home / match.string) for match in map(re.compile(r"step-(\d+)").fullmatch, names) if match]
     return sorted((int(match[1]), path) for match, path in found)
 
 
 def write(home: Path, checkpoint: Checkpoint) -> Path:
-    """Put the checkpoint at ``home/step-...``: all of it, or nothing and what was there before."""
+    """Write the checkpoint to ``home/step-...``: all of it, or nothing and what was there before."""
     target, temporary = home / f"step-{checkpoint.step:09d}", home / f".tmp-{os.getpid()}"
     files = _contents(checkpoint)
     with disk_errors(target):
@@ -210,24 +190,18 @@ def write(home: Path, checkpoint: Checkpoint) -> Path:
 def _contents(checkpoint: Checkpoint) -> dict[str, bytes]:
     from safetensors.torch import save
 
-    tensors: dict[str, torch.Tensor] = {}
-    state = {
-        "metrics_bytes": checkpoint.metrics_bytes,
-        "best": checkpoint.best,
-        "optimizer": _pack(checkpoint.optimizer, "", tensors),
-        "state": _pack(checkpoint.state, "run", tensors),
-    }
+    state = {"metrics_bytes": checkpoint.metrics_bytes, "best": checkpoint.best, "state": checkpoint.state}
     files = {
         WEIGHTS: save({name: _on_host(name, tensor) for name, tensor in checkpoint.weights.items()}),
-        OPTIMIZER: save(tensors),
-        STATE: json.dumps(state).encode(),
+        OPTIMIZER: _dumped("the optimiser's state", checkpoint.optimizer),
+        STATE: _dumped("the run's state", state),
     }
     sizes = {name: {"size": len(data), "sha256": _hash(data)} for name, data in files.items()}
-    return {**files, MANIFEST: _manifest({"schema": 1, "step": checkpoint.step, "files": sizes})}
+    return {**files, MANIFEST: _manifest({"schema": SCHEMA, "step": checkpoint.step, "files": sizes})}
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename; a checkpoint of the same step steps aside first and goes when the new one is there."""
+    """Rename; an older checkpoint of the same step is moved aside first, and deleted last."""
     previous = target.with_name(f".old-{target.name}")
     if target.exists():
         os.rename(target, previous)
@@ -237,7 +211,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 
 def tidy(home: Path) -> None:
-    """Clear what an interrupted write left; a checkpoint whose replacement never came goes back to its place."""
+    """Clear what an interrupted write left; restore a checkpoint whose replacement never came."""
     for path in home.glob(".old-*"):
         target = path.with_name(path.name.removeprefix(".old-"))
         if target.exists():
@@ -261,15 +235,15 @@ def set_aside(path: Path) -> Path:
     return path.rename(path.with_name(f"set-aside-{number}-{path.name}"))
 
 
-def read(path: Path, map_location: str | torch.device = "cpu") -> Checkpoint:
-    """The checkpoint in this folder; raises ``Damaged`` unless every byte is the one that was written."""
+def read(path: Path) -> Checkpoint:
+    """Return the checkpoint in this folder, on the CPU; raise ``Damaged`` unless every byte is as it was written."""
     from safetensors.torch import load
 
     step, files = _read_files(path)
-    weights = {name: tensor.to(map_location) for name, tensor in load(files[WEIGHTS]).items()}
-    tensors, state = load(files[OPTIMIZER]), json.loads(files[STATE])
-    optimizer, own = (_unpack(state[key], tensors, map_location) for key in ("optimizer", "state"))
-    return Checkpoint(step, weights, optimizer, own, state["metrics_bytes"], state["best"])
+    state = _loaded(files[STATE])
+    return Checkpoint(
+        step, load(files[WEIGHTS]), _loaded(files[OPTIMIZER]), state["state"], state["metrics_bytes"], state["best"]
+    )
 
 
 def _read_files(path: Path) -> tuple[int, dict[str, bytes]]:
@@ -296,11 +270,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise Damaged(f"{MANIFEST} cannot be read") from None
     if not same:
         raise Damaged(f"{MANIFEST} does not match its hash")
+    if manifest["schema"] != SCHEMA:
+        raise Damaged(f"it was written by another version of lamina (schema {manifest['schema']}, not {SCHEMA})")
     return manifest
 
 
 def _manifest(content: dict[str, Any]) -> bytes:
-    """Its own hash comes last, so that damage to the list of hashes shows too."""
+    """Return the manifest with its own hash last, so that damage to the list of hashes shows too."""
     return json.dumps({**content, "sha256": _hash(json.dumps(content).encode())}, indent=1).encode()
 
 
@@ -315,55 +291,3 @@ def _read_bytes(path: Path) -> bytes:
         raise Damaged(f"{path.name} is missing") from None
     except OSError as error:
         raise Damaged(f"{path.name} cannot be read ({error.strerror})") from None
-
-
-# Random numbers
-
-
-def rng_state() -> dict[str, Any]:
-    """The generators of torch (CPU and every CUDA device), ``random`` and numpy, as JSON can hold them."""
-    import numpy as np
-    import torch
-
-    version, words, gauss = random.getstate()
-    kind, key, *rest = np.random.get_state(legacy=True)
-    started: Callable[[], bool] = torch.cuda.is_initialized  # asking a device that nobody uses would start it
-    cuda = torch.cuda.get_rng_state_all() if started() else []
-    return {
-        "torch": _text(torch.get_rng_state().numpy().tobytes()),
-        "cuda": [_text(state.numpy().tobytes()) for state in cuda],
-        "python": [version, _text(np.array(words, np.uint64).tobytes()), gauss],
-        "numpy": [kind, _text(np.asarray(key, np.uint32).tobytes()), *rest],
-    }
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put every generator back where ``rng_state`` found it."""
-    import numpy as np
-    import torch
-
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(np.frombuffer(_raw(words), np.uint64).tolist()), gauss))
-    kind, key, *rest = state["numpy"]
-    np.random.set_state((kind, np.frombuffer(_raw(key), np.uint32), *rest))
-    torch.set_rng_state(_bytes_tensor(state["torch"]))
-    present = torch.cuda.device_count()
-    if present < len(state["cuda"]):
-        saved = len(state["cuda"])
-        warnings.warn(f"random states of {saved} CUDA devices were saved, {present} are here", stacklevel=2)
-    for device, text in enumerate(state["cuda"][:present]):
-        torch.cuda.set_rng_state(_bytes_tensor(text), device)
-
-
-def _bytes_tensor(text: str) -> torch.Tensor:
-    import torch
-
-    return torch.frombuffer(bytearray(_raw(text)), dtype=torch.uint8)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _raw(text: str) -> bytes:
-    return base64.b64decode(text)

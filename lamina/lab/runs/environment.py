@@ -1,4 +1,4 @@
-"""What a run ran on: versions, commit and machine."""
+"""Commit, versions and machine of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMIT_VARIABLE = "LAMINA_COMMIT"  # the commit of a copy whose .git is absent o
 
 
 def environment() -> dict[str, Any]:
-    """Versions, commit and machine, for a run's header; no host, user or path."""
+    """Return versions, commit and machine for a run's header; no host, user or path."""
     from ... import __version__
 
     told = os.environ.get(COMMIT_VARIABLE)
@@ -77,7 +77,7 @@ def _is_text(line: ast.stmt) -> bool:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says in the package's folder; None where that is no checkout, or git is absent."""
+    """Return what git prints in the package's folder; None where that is no checkout, or git is absent."""
     command = ["git", "-C", str(PACKAGE), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -88,7 +88,7 @@ def _git(*arguments: str) -> str | None:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "accelerate", "triton"):
+    for package in ("torch", "numpy", "numba", "accelerate", "triton"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from ...errors import InputError, fail
 from . import checkpoints
 from .checkpoints import disk_errors
 
+PATIENCE = 0.2  # seconds to wait for a lock: another process that asks for the status holds it for an instant
 NO_SCALARS = ("kind", "step", "seed", "epoch", "seconds")  # keys of a line that TensorBoard draws no curve of
 
 
 def not_writable(path: Path, error: OSError) -> InputError:
-    """What the user is told of a run folder that cannot be used, to raise."""
+    """Return the error for a run folder that cannot be used."""
     received = f"{path} ({error.strerror or error})"
-    return fail(
-        "a run folder must be a folder that can be written to", received, "Choose another or change its rights."
-    )
+    rule = "a run folder must be a folder that can be written to"
+    return fail(rule, received, "Choose another or change its rights.")
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder if need be; refused where it cannot be written to."""
+    """Make the folder if need be; refuse one that cannot be written to."""
     if not path.is_dir():
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class Metrics:
             return 0
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """All of the lines in one write; if the disk is full, none of them."""
+        """Append all of the lines in one write; if the disk is full, none of them."""
         data = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
         file = self._opened()
         before = os.fstat(file).st_size
@@ -78,7 +78,7 @@ class Metrics:
         return self._file
 
     def sync(self) -> int:
-        """Bring the lines to the disk; returns the size."""
+        """Bring the lines to the disk and return the size."""
         if self._file is not None:
             os.fsync(self._file)
         return self.size()
@@ -107,7 +107,7 @@ class Metrics:
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """The JSON object in a line; None where there is none."""
+    """Return the JSON object in a line; None where there is none."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -122,7 +122,6 @@ class Events:
         self.path = path
         self.notes = notes
         self.purge_step: int | None = None  # events from this step on belong to a run that was killed: hide them
-        self.several_seeds = False
         self._writer: Any = None
         self._given_up = False
 
@@ -135,7 +134,7 @@ class Events:
 
     def _open(self) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what its imports say of each other is nothing to the user
+            warnings.simplefilter("ignore")  # its imports warn about each other
             from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(self.path), purge_step=self.purge_step, flush_secs=30)
@@ -143,8 +142,7 @@ class Events:
     def _add_line(self, line: Mapping[str, Any]) -> None:
         for key, value in line.items():
             if key not in NO_SCALARS and isinstance(value, (int, float)):
-                tag = f"{key}/seed{line.get('seed')}" if self.several_seeds else key
-                self._writer.add_scalar(tag, value, line.get("step"))
+                self._writer.add_scalar(key, value, line.get("step"))
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
@@ -166,63 +164,30 @@ class Events:
 # The lock
 
 
-_held_locks: set[int] = set()
-
-
-def _let_go_in_child() -> None:
-    """A data-loading worker that outlives a killed run must not keep its folder locked."""
-    for file in _held_locks:
-        os.close(file)
-    _held_locks.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
-
-
 class Lock:
-    """An ``flock``: the system releases it with the process, however that ends. The file says who holds it."""
+    """A lock that the system releases with the process, however that ends. The file says who holds it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # A lock file without flock, the fallback of filelock, would outlive a killed run.
+        self._lock = FileLock(path, thread_local=False, fallback_to_soft=False)
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock.acquire(timeout=PATIENCE, poll_interval=0.02)
+        except Timeout:
+            received = f"{path.parent}, held by {_holder(path)}"
+            remedy = "Wait for it to end, or choose another folder."
+            raise fail("a run folder takes one process at a time", received, remedy) from None
         except OSError as error:
             raise not_writable(path.parent, error) from error
         try:
-            self._take()
-            _held_locks.add(self._file)
-            self._sign()
+            with disk_errors(path):
+                path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         except BaseException:
             self.release()
             raise
 
-    def _take(self) -> None:
-        for _ in range(10):  # ``status`` holds it for an instant
-            try:
-                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.02)
-            except OSError as error:
-                raise not_writable(self.path.parent, error) from error
-        received = f"{self.path.parent}, held by {_holder(self.path)}"
-        raise fail(
-            "a run folder takes one process at a time", received, "Wait for it to end, or choose another folder."
-        )
-
-    def _sign(self) -> None:
-        who = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
-        with disk_errors(self.path):
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, who, 0)
-
     def release(self) -> None:
-        """Unlocked by name, since a program started without our knowledge may share the open file."""
-        if self._file in _held_locks:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-        _held_locks.discard(self._file)
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
+        self._lock.release()
 
 
 def _holder(lock: Path) -> str:
@@ -231,19 +196,13 @@ def _holder(lock: Path) -> str:
 
 
 def is_held(lock: Path) -> bool | None:
-    """Whether a process holds the lock; None where the system does not say."""
+    """Return whether a process holds the lock; None where the system does not say."""
     try:
-        file = os.open(lock, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if not lock.exists():
+            return False
+        FileLock(lock, fallback_to_soft=False).acquire(timeout=PATIENCE / 4, poll_interval=0.02).lock.release()
+    except Timeout:
         return True
     except OSError:
         return None
-    finally:
-        os.close(file)
     return False

@@ -1,4 +1,4 @@
-"""The folder of one run: one process at a time, nothing half-written, nothing lost when the process is killed."""
+"""Run folders: one process at a time, nothing half-written, nothing lost when the process is killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ LOCK, CHECKPOINTS, ARTEFACTS = "run.lock", "checkpoints", "artefacts"
 
 
 class RunFolder:
-    """The folder of one run, held by this process::
+    """The folder of one run, held by this process.
+
+    ::
 
         with RunFolder.open("runs/mnist/mnist-real/layer-seed0") as folder:
             folder.start(header, resume=True)
@@ -45,7 +47,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """Make the folder if need be and lock it; refused while another process (or this one) holds it."""
+        """Make the folder if need be and lock it; refuse while another process (or this one) holds it."""
         place = Path(path)
         make_folder(place)
         folder = cls(place, Lock(place / LOCK))
@@ -73,7 +75,7 @@ class RunFolder:
 
     @property
     def artefacts(self) -> Path:
-        """Folder of pictures and samples, made when it is asked for."""
+        """Folder of pictures and samples, made on first use."""
         make_folder(self.path / ARTEFACTS)
         return self.path / ARTEFACTS
 
@@ -81,7 +83,7 @@ class RunFolder:
 
     @property
     def header(self) -> dict[str, Any] | None:
-        """What ``start`` wrote when the run began."""
+        """Header that ``start`` wrote when the run began."""
         return read_json(self.path / HEADER)
 
     def start(self, header: Mapping[str, Any], *, resume: bool, restart: bool = False) -> None:
@@ -97,7 +99,6 @@ class RunFolder:
         if restart:
             self._move_to_old()
         stored = self.header
-        self._events.several_seeds = len(header.get("seeds", ())) > 1
         if stored is None:
             self._refuse_orphans()
             self.write_json(HEADER, header)
@@ -109,13 +110,13 @@ class RunFolder:
             raise fail("a new run needs a new folder", received, "Pass --resume to go on or --restart to begin anew.")
 
     def _refuse_orphans(self) -> None:
-        """Metrics or checkpoints without their settings: somebody's run, and not to be written over."""
+        """Refuse metrics or checkpoints without their settings: they are somebody's run."""
         if checkpoints.listed(self._home) or self._metrics.size():
             received = f"{self.path} with metrics or checkpoints and no {HEADER}"
             raise fail("a new run needs a new folder", received, f"Put {HEADER} back, or pass --restart to begin anew.")
 
     def _move_to_old(self) -> None:
-        """The header goes first: if the rest is interrupted, what stays is refused as no run at all, not resumed."""
+        """Move the header first: if the rest is interrupted, the folder is refused as no run, not resumed."""
         here = [p for p in self.path.iterdir() if p.name != LOCK and not p.name.startswith("old-")]
         if not here:
             return
@@ -138,7 +139,7 @@ class RunFolder:
         self._events.add(rows)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Every line so far; a last line that was cut off by a kill does not count."""
+        """Return every line so far, without a last one that was cut off by a kill."""
         return self._metrics.read()
 
     def write_json(self, name: str, value: Mapping[Any, Any]) -> None:
@@ -147,7 +148,7 @@ class RunFolder:
         checkpoints.write_atomically(self.path / name, text.encode())
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """What ``write_json`` wrote, or None."""
+        """Return what ``write_json`` wrote, or None."""
         return read_json(self.path / name)
 
     # Checkpoints
@@ -160,13 +161,13 @@ class RunFolder:
         state: Mapping[str, Any],
         best: float | None = None,
     ) -> Path:
-        """Write a checkpoint; the last two and the best stay, older ones go once the new one is in place.
+        """Write a checkpoint; keep the last two and the best, delete older ones once the new one is in place.
 
         Args:
             step: updates so far.
             weights: ``model.state_dict()``.
             optimizer: ``optimizer.state_dict()``.
-            state: anything else in numbers, text, lists and dicts, such as ``rng_state()``.
+            state: anything else, as numbers, text, lists, dicts and tensors.
             best: the value, if this is the best so far: ``mark_best`` with no gap for a kill to fall in.
         """
         with disk_errors(self.path / METRICS):
@@ -179,15 +180,15 @@ class RunFolder:
         self._prune({step})
         return path
 
-    def load(self, map_location: str | torch.device = "cpu") -> Checkpoint | None:
-        """The newest checkpoint that is whole, or None where there is none at all.
+    def load(self) -> Checkpoint | None:
+        """Return the newest checkpoint that is whole, on the CPU, or None where there is none at all.
 
         The first load after ``start(resume=True)`` also takes metrics and events back to that checkpoint.
         """
         faults: list[str] = []
         for _, path in reversed(checkpoints.listed(self._home)):
             try:
-                found = checkpoints.read(path, map_location)
+                found = checkpoints.read(path)
                 self._check_metrics_reach(found)
             except Damaged as damage:
                 faults.append(f"{path.name}: {damage}")
@@ -269,7 +270,7 @@ class RunFolder:
         self._prune({step})
 
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the best checkpoint."""
+        """Return step and value of the best checkpoint."""
         stored = self.read_json(BEST)
         try:
             return None if stored is None else (int(stored["step"]), float(stored["value"]))
@@ -292,7 +293,7 @@ class RunFolder:
 
 
 def _identity(header: Mapping[str, Any]) -> dict[str, Any]:
-    """What must not change while a run goes on, by the name a message gives it."""
+    """Return what must not change while a run goes on, by the name that a message gives it."""
     data = header.get("data") or {}
     identity = {name: header.get(name) for name in ("schema", "experiment", "seeds")}
     identity |= {f"config.{name}": value for name, value in (header.get("config") or {}).items()}
@@ -313,11 +314,11 @@ def _check_same_run(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         raise fail("a run goes on with the settings and data it began with", "; ".join(differing), remedy)
 
 
-# Looking from outside
+# Status from outside
 
 
 def status(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A run folder as it stands, without taking its lock: header, step, checkpoint, finished, running.
+    """Return header, step, checkpoint, finished and running of a run folder, without opening the run.
 
     ``step`` is the last one logged or saved; ``checkpoint`` the one a resumed run would look at first, or None;
     ``running`` is None where the file system knows no locks.
@@ -342,7 +343,7 @@ def _last_step(folder: Path) -> int:
 
 
 def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines in the last 64 KiB, where the newest step is: a long run's file is not read for one number."""
+    """Yield the lines in the last 64 KiB, where the newest step is."""
     if path.is_file():
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 2**16))

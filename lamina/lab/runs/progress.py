@@ -1,4 +1,4 @@
-"""What a user sees while runs train: bars with loss, rate and time left on a terminal, plain lines elsewhere."""
+"""Progress of runs on the screen: bars with loss, rate and time left on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class Reporter:
             self._bars.stop()
 
     def line(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self.console.print(text, soft_wrap=True, markup=False)
 
     def begin(self, label: str, step: int, total: int) -> None:
-        """A run of ``total`` updates that stands at ``step``."""
+        """Show a run of ``total`` updates that is at ``step``."""
         self._began[label] = (time.monotonic(), step)
         self._newest[label] = (time.monotonic(), {})
         if self._bars is not None:
             self._tasks[label] = self._bars.add_task(label, total=total, completed=step, loss="")
 
     def advance(self, label: str, step: int, total: int, values: dict[str, Any]) -> None:
-        """The run stands at ``step``; ``values`` are its newest figures."""
+        """Show the run at ``step``; ``values`` are its newest figures."""
         self._newest[label] = (time.monotonic(), values)
         figures = "  ".join(f"{k} {v:.4g}" for k, v in values.items() if v is not None)
         if self._bars is not None:
@@ -64,7 +64,7 @@ class Reporter:
             self.advance(label, step, total, values)
 
     def end(self, label: str, text: str) -> None:
-        """The run is over."""
+        """Remove the run's bar and print how it ended."""
         if self._bars is not None and label in self._tasks:
             self._bars.remove_task(self._tasks.pop(label))
         self.line(f"{label}: {text}")
