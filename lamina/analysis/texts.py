@@ -1,4 +1,4 @@
-"""A table of words as markdown and on the screen."""
+"""Tables of words, as markdown and for the screen."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ if TYPE_CHECKING:
 
 
 def markdown(head: list[str], cells: list[list[str]]) -> str:
+    """Return the table as markdown."""
     lines = [head, ["---"] * len(head), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def on_screen(title: str, head: list[str], cells: list[list[str]]) -> Table:
-    from rich.table import Table  # the layers do without rich
+    """Return the table as rich prints it."""
+    from rich.table import Table  # only the lab installs rich
 
     table = Table(title=title)
     for name in head:

@@ -214,7 +214,7 @@ def _word(claim: Claim, pairs: Pairs, found: Interval | None, worse: str, placeb
         return INCONCLUSIVE, ""
     if placebo is not None and not placebo.low <= 0 <= placebo.high:
         return INCONCLUSIVE, f"the placebo's interval does not contain {value(0.0)}: {claim.measure.words(placebo)}"
-    if found.low == found.high:
+    if math.isclose(found.low, found.high, abs_tol=1e-9):
         return INCONCLUSIVE, "the pairs do not differ, so their interval says nothing"
     if found.high < claim.margin:
         return NOT_REPRODUCED, "the interval lies on the other side"

@@ -171,7 +171,6 @@ class Number:
     at: str = "last"
     target: float | None = None
     scale: float = 1.0
-    digits: int = 4
     paper: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -94,8 +94,8 @@ class Pairs:
     """Log ratios or differences by seed, above the point of no effect where ours is the better one.
 
     value: infinite where one side missed the level, or diverged. nearest: the same with what such a pair is worth at
-    least: the end of the budget in place of a miss, or the most extreme of the other pairs. both_missed: seeds in which
-    neither side got there; they say nothing and are only counted.
+    least, by the end of the budget; but no more than the most extreme of the other pairs, or a longer budget would make
+    the interval wider. both_missed: seeds in which neither side got there; they say nothing and are only counted.
     """
 
     value: BySeed
@@ -130,7 +130,7 @@ def log_ratios(theirs: BySeed, ours: BySeed, budgets: tuple[BySeed, BySeed] | No
     """Return ln(theirs / ours) by seed; ``budgets`` stand in for infinite values (a level never reached)."""
     value = {seed: _log_ratio(theirs[seed], ours[seed]) for seed in sorted(theirs.keys() & ours.keys())}
     if budgets is None:
-        return _pairs(value, _capped(value))
+        return _pairs(value, value)
     sides = ((side, budget) for side, budget in zip((theirs, ours), budgets))
     reached = [{s: side[s] if math.isfinite(side[s]) else budget[s] for s in value} for side, budget in sides]
     return _pairs(value, {seed: _log_ratio(reached[0][seed], reached[1][seed]) for seed in value})
@@ -146,29 +146,27 @@ def _log_ratio(theirs: float, ours: float) -> float:
 def differences(theirs: BySeed, ours: BySeed) -> Pairs:
     """Return theirs - ours by seed; a value that is not finite is the worst there is."""
     value = {seed: theirs[seed] - ours[seed] for seed in sorted(theirs.keys() & ours.keys())}
-    return _pairs(value, _capped(value))
+    return _pairs(value, value)
 
 
-def _pairs(value: BySeed, nearest: BySeed) -> Pairs:
+def _pairs(value: BySeed, at_least: BySeed) -> Pairs:
     told = {seed: found for seed, found in value.items() if not math.isnan(found)}
-    return Pairs(told, {seed: nearest[seed] for seed in told}, len(value) - len(told))
-
-
-def _capped(value: BySeed) -> BySeed:
-    """Return the values with those that are infinite brought to the largest, or smallest, of the others."""
-    finite = [found for found in value.values() if math.isfinite(found)]
-    return {seed: min(max(found, min(finite)), max(finite)) for seed, found in value.items()} if finite else value
+    finite = [found for found in told.values() if math.isfinite(found)] or [0.0]
+    ends = {
+        seed: min(at_least[seed], max(finite)) if told[seed] > 0 else max(at_least[seed], min(finite)) for seed in told
+    }
+    nearest = {seed: found if math.isfinite(found) else ends[seed] for seed, found in told.items()}
+    return Pairs(told, nearest, len(value) - len(told))
 
 
 # Numbers in words
 
 
-def shown(value: float, spread: float, sign: str = "") -> str:
+def shown(value: float, spread: float = 0.0, sign: str = "") -> str:
     """Return a number with two significant digits of its spread: ``1.488`` for 1.48812 and 0.042."""
-    if not math.isfinite(value) or value == spread == 0:
-        return f"{value:g}"
-    size = spread if 0 < spread < math.inf else abs(value) / 100  # without a spread four digits of the number, or three
-    digits = 1 - math.floor(math.log10(size)) if size else 1
+    if not 0 < spread < math.inf or not math.isfinite(value):
+        return f"{value:{sign},.0f}" if 1000 <= abs(value) < math.inf else f"{value:{sign if value else ''}.4g}"
+    digits = 1 - math.floor(math.log10(spread))
     if digits > 6:
-        return f"{value:{sign}.2e}"
+        return f"{value:{sign}.{max(1, digits + math.floor(math.log10(abs(value) or spread)))}e}"
     return f"{round(value, digits):{sign},.{max(digits, 0)}f}"

@@ -1,15 +1,21 @@
-"""Lab tests train on 8x8 digits, which take an eighth of the embedded set's time."""
+"""Lab tests train on 8x8 digits, which take an eighth of the embedded set's time, and on the toy experiment."""
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from sklearn.datasets import load_digits
 
+from lamina.lab.cli import running, workers
 from lamina.lab.data.registry import Dataset
-from lamina.lab.experiments import images
+from lamina.lab.experiments import SHEETS, images
+from lamina.lab.runs.progress import Reporter
+from tests.lab import toy
 
 
 @lru_cache
@@ -23,3 +29,21 @@ def digits(name: str, root: str | None = None) -> Dataset:
 @pytest.fixture
 def small_digits(monkeypatch):
     monkeypatch.setattr(images, "_read", digits)
+
+
+@pytest.fixture
+def toy_sheet(monkeypatch):
+    """The toy among the experiments: in this process, on the command line and in worker processes."""
+    monkeypatch.setitem(SHEETS, "toy", toy.SHEET)
+    monkeypatch.setattr(running.run_app, "registered_commands", [*running.run_app.registered_commands])
+    running._add_run_command(toy.SHEET)
+    monkeypatch.setattr(workers, "PROGRAM", ("-m", "tests.lab.toy", "worker"))
+    places = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
+    return toy.SHEET
+
+
+@pytest.fixture
+def say():
+    with Reporter(Console(quiet=True)) as reporter:
+        yield reporter

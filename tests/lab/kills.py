@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from lamina.lab.data import registry
 from lamina.lab.experiment import Job
 from lamina.lab.experiments.mnist.settings import MnistConfig
+from lamina.lab.protocol import module_of
 from lamina.lab.reports import records
 from lamina.lab.runs.progress import Reporter
 from lamina.lab.training.loop import Settings, train
@@ -39,7 +39,8 @@ def run_to_end(runs: Path, job: Job = JOB, *, resume: bool) -> None:
 
 
 def folder(runs: Path, job: Job = JOB) -> Path:
-    return runs / job.experiment / "mnist-embedded" / job.label
+    data = {"mnist": "mnist-embedded", "toy": "lines-embedded"}[job.experiment]
+    return runs / job.experiment / data / job.label
 
 
 def lines(runs: Path, job: Job = JOB) -> list[dict]:
@@ -56,7 +57,7 @@ def lines(runs: Path, job: Job = JOB) -> list[dict]:
 
 def final_state(runs: Path, job: Job = JOB) -> dict[str, bytes]:
     last = max((folder(runs, job) / "checkpoints").glob("step-*"))
-    return {name: (last / name).read_bytes() for name in ("weights.safetensors", "optimizer.pt")}
+    return {path.name: path.read_bytes() for path in (*last.glob("weights.*"), *last.glob("optimizer.*"))}
 
 
 def saved_step(runs: Path, job: Job = JOB) -> int:
@@ -86,7 +87,7 @@ def soak(kills: int, work: Path, seed: int = 0, job: Job = JOB) -> dict:
     """Kill ``kills`` times, resuming each time (a run that ends is begun anew); compare with one never touched."""
     torch.set_num_threads(1)  # threads of the parent do not survive a fork
     draw = random.Random(seed)
-    registry.load("mnist", "embedded")
+    module_of(job.experiment).load(job.config, "embedded")
     began = time.perf_counter()
     run_to_end(work / "untouched", job, resume=False)
     alone = time.perf_counter() - began
@@ -133,7 +134,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         found = soak(arguments.kills, Path(work), seed=int(time.time()))
     title = f"A run killed {found['kills']} times with SIGKILL and resumed, against one never touched"
-    record = {"schema": 1, "kind": "soak", "title": title, "environment": records.environment(), **found,
+    record = {"schema": records.SCHEMA, "kind": "soak", "title": title, "environment": records.environment(), **found,
               "command": f"make soak KILLS={arguments.kills}"}  # fmt: skip
     print(json.dumps(found, indent=2))
     if arguments.record:

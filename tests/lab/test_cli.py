@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,19 +15,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from lamina.errors import InputError
 from lamina.lab.cli import jobs as plan
 from lamina.lab.cli import workers
 from lamina.lab.cli.commands import main
+from lamina.lab.experiment import Scale
 from lamina.lab.experiments import SHEETS, find
-from lamina.lab.reports import convergence, records
+from lamina.lab.experiments.mnist.settings import NORMS
+from lamina.lab.reports import records
 from lamina.lab.runs import folder as runs
+from tests.lab import toy
 
 SMALL = ["run", "mnist", "--data", "embedded", "--hidden", "8", "--epochs", "0.2", "--device", "cpu"]
 LONG = ["run", "mnist", "--data", "embedded", "--hidden", "64", "--device", "cpu"]
 LONG += ["--log-every", "1", "--eval-every", "5000", "--checkpoint-every", "100000"]
 PYTHON = [sys.executable, "-m", "lamina"]
 HOME = Path("mnist") / "mnist-embedded"  # of these runs, below --runs
-COMMANDS = ("list", "run", "reproduce", "report", "data", "bench", "convergence", "analyse", "info")
+COMMANDS = ("list", "run", "reproduce", "paper", "report", "evaluate", "tune", "data", "bench", "analyse", "info")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +69,7 @@ def test_help_of_an_experiment_has_every_setting(capsys, name):
         assert item.metadata["help"][:20] in line
         assert f"(default {item.default})" in " ".join(out.replace("│", " ").split())
     for item in dataclasses.fields(plan.How):
-        assert (plan.flag(item.name) in out) == (item.name not in ("worker_of", "command"))
+        assert (plan.flag(item.name) in out) == (item.name not in ("command", "hours"))
 
 
 def test_no_arguments_is_help_and_version(capsys):
@@ -86,14 +91,15 @@ def test_light_commands_import_nothing_heavy(words):
 def test_list(capsys):
     out, _ = said(capsys, "list")
     for sheet in SHEETS.values():
-        assert all(word in out for word in (sheet.name, sheet.section, sheet.title, *sheet.datasets, *sheet.norms))
+        abouts = [scale.about for scale in sheet.scales.values()]
+        assert all(word in out for word in (sheet.name, sheet.section, sheet.title, *sheet.datasets, *abouts))
     assert "lamina run mnist --help" in out
 
 
 def test_output_to_a_file_has_no_colour_codes_and_is_not_wrapped(capsys):
     for words in (["list"], ["data"], ["run", "mnist", "--help"]):
         assert "\x1b" not in said(capsys, *words)[0]
-    assert max(map(len, said(capsys, "list")[0].splitlines())) > 120
+    assert max(map(len, said(capsys, "data")[0].splitlines())) > 120
 
 
 def test_a_reader_that_leaves_early_is_no_error():
@@ -117,10 +123,13 @@ def test_a_reader_that_leaves_early_is_no_error():
         (["run", "mnist", "--norm", "none,bacth"], "'batch'"),
         (["run", "mnist", "--dataset", "fashion-mnist"], "'fashion_mnist'"),
         (["run", "mnist", "--engine", "graf"], "'graph'"),
+        (["run", "mnist", "--scale", "lapto"], "'laptop'"),
+        (["run", "mnist", "--scale", "smoke", "--norm", "layr"], "'layer'"),
         (["data", "get", "mnits"], "'mnist'"),
         (["data", "check", "cifar-10"], "'cifar10'"),
         (["data", "fetsh"], "command must be one of"),
         (["reproduce", "--only", "convent"], "'convnet'"),
+        (["paper", "--data", "x", "--only", "convent"], "'convnet'"),
     ],
 )
 def test_did_you_mean(capsys, words, suggestion):
@@ -165,7 +174,14 @@ BAD = [
     ("run mnist --together -1", "'-1'"),
     ("run mnist --device gpu", "'gpu'"),
     ("run mnist --resume --restart", "one of them"),
-    ("run convnet --stack", "convnet"),
+    ("run convnet --stack", "--stack"),
+    ("run convnet --small", "--small"),
+    ("run mnist --scale tiny", "'smoke', 'laptop', 'paper'"),
+    ("run mnist --scale=smoke --batch-size 127,0", "at least 1"),
+    ("run mnist --scale smoke --tuned nope.json", "its own tuned settings"),
+    ("run mnist --scale smoke --norm none --batch-size 4", "at least one variant"),
+    ("run mnist --updates -1", "at least 0"),
+    ("run mnist --eval-updates x", "'x'"),
     ("run mnist --runs FILE", "Not a directory|File exists"),
     ("run mnist --runs FILE/below", "Not a directory"),
     ("run mnist --runs=", "no name"),
@@ -176,10 +192,10 @@ BAD = [
     ("run mnist --data HALF", "no t10k-images"),
     ("run mnist --data CORRUPT", "train-images-idx3-ubyte"),
     ("run mnist --data embedded --engine graph --device cpu", "CUDA"),
-    ("run mnist --data embedded --engine compile --device cpu", "CUDA"),
+    ("run mnist --data embedded --engine compile", "'graph'"),
     ("run mnist --data embedded --batch-size 6 --accumulate 4 --device cpu", "--accumulate"),
     ("run mnist --norm layer,batch --batch-size 128,1", "at least two cases"),
-    ("run convnet --norm batch --batch-size 8 --accumulate 8", "8 in 8 parts"),
+    ("run convnet --norm batch --batch-size 8 --accumulate 8", "batch norm's statistics"),
     ("run mnist --data embedded --tuned nope.json", "lamina tune"),
     ("data check mnist", "lamina data get mnist"),
     ("data check mnist --data CORRUPT", "train-images-idx3-ubyte"),
@@ -190,18 +206,29 @@ BAD = [
     ("report FILE", "JSON"),
     ("report DONE --out FILE", "--out"),
     ("report DONE --out OUT --markdown EMPTY", "--markdown"),
-    ("convergence EMPTY", "lamina run"),
-    ("convergence DONE --metric valid_nl", "'valid_nll'"),
-    ("convergence DONE --baseline no", "'none'"),
-    ("convergence DONE --target nan", "finite"),
-    ("convergence DONE --target low", "--target"),
-    ("convergence DONE --out EMPTY", "--out"),
+    ("evaluate MISSING", "a folder"),
+    ("evaluate EMPTY", "EMPTY, none"),
+    ("evaluate OLD", "OLD, another"),
+    ("evaluate DONE/mnist/mnist-embedded/layer-batch_size128-seed0", "evaluations of checkpoints"),
+    ("tune EMPTY", "none under EMPTY"),
     ("bench --quick --out FILE/bench.json", "--out"),
     ("bench --device tpu", "'tpu'"),
     ("reproduce --only mnist, --runs OUT", "''"),
     ("reproduce --runs FILE", "--runs"),
     ("reproduce --runs OUT --out FILE", "--out"),
     ("reproduce --seeds 0", "'0'"),
+    ("paper", "--data"),
+    ("paper --data EMPTY", "none in EMPTY"),
+    ("paper --data MISSING", "none in MISSING"),
+    ("paper --data embedded", "none in embedded"),
+    ("paper --data=", "embedded"),
+    ("paper --data EMPTY --hours 0", "above 0"),
+    ("paper --data EMPTY --hours -1", "above 0"),
+    ("paper --data EMPTY --hours nan", "above 0"),
+    ("paper --data EMPTY --hours many", "--hours"),
+    ("paper --data EMPTY --runs FILE", "--runs"),
+    ("paper --data EMPTY --out FILE", "--out"),
+    ("paper --data EMPTY --jobs 0", "'0'"),
 ]
 
 
@@ -212,6 +239,8 @@ def test_bad_input_is_one_line_and_code_2(capsys, tmp_path, monkeypatch, finishe
     monkeypatch.delenv("LAMINA_DATA", raising=False)
     (tmp_path / "FILE").write_text("a file")
     (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "OLD").mkdir()
+    (tmp_path / "OLD" / "config.json").write_text('{"schema": 1, "experiment": "mnist"}')
     (tmp_path / "DONE").symlink_to(finished)
     stems = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
     for folder, names in (("HALF", stems[:2]), ("CORRUPT", stems)):
@@ -221,9 +250,9 @@ def test_bad_input_is_one_line_and_code_2(capsys, tmp_path, monkeypatch, finishe
     before = sorted(p.name for p in finished.rglob("*"))
     line = one_line(capsys, words.split(" "))
     assert any(option in line for option in part.split("|"))
-    assert not list(tmp_path.rglob("config.json"))  # nothing has begun
+    assert [path.parent.name for path in tmp_path.rglob("config.json")] == ["OLD"]  # nothing has begun
     left = {path.name for path in tmp_path.iterdir()}
-    assert left <= {"FILE", "EMPTY", "DONE", "HALF", "CORRUPT"}, "a failed command leaves no folder behind"
+    assert left <= {"FILE", "EMPTY", "OLD", "DONE", "HALF", "CORRUPT"}, "a failed command leaves no folder behind"
     assert sorted(p.name for p in finished.rglob("*")) == before
 
 
@@ -301,21 +330,19 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, tmp_path):
 # Which runs
 
 
-def labels(sheet, seeds=(0,), stacked=False, **values):
+def labels(sheet, seeds=(0,), **values):
     configs = plan.combine(sheet, {k: v if isinstance(v, tuple) else (v,) for k, v in values.items()})
-    return [job.label for job in plan.jobs_for(sheet, configs, seeds, stacked)]
+    return [job.label for job in plan.jobs_for(sheet, configs, seeds)]
 
 
 def test_every_combination_and_seed_has_a_folder_of_its_own():
-    mnist = find("mnist")
-    found = labels(mnist, (0, 1), norm=("layer", "none"), batch_size=(128, 4), lr=(1e-3, 3e-4))
+    found = labels(find("mnist"), (0, 1), norm=("layer", "none"), batch_size=(128, 4), lr=(1e-3, 3e-4))
     assert len(set(found)) == 16
     assert found[:3] == [
         "layer-batch_size128-seed0",
         "layer-batch_size128-seed1",
         "layer-batch_size128-lr0.0003-seed0",
     ]
-    assert labels(mnist, (0, 1, 2), stacked=True, norm="none") == ["none-batch_size128-seeds0-2"]
 
 
 def test_a_label_follows_from_the_settings_alone():
@@ -327,27 +354,43 @@ def test_a_label_follows_from_the_settings_alone():
     ]
 
 
-def test_a_task_is_the_command_line_of_its_job(capsys, tmp_path, monkeypatch):
-    how = plan.How(runs=str(tmp_path), data="embedded", device="cpu", resume=True, keep_best=False)
-    how.command = "lamina run mnist --norm 'layer,none'"
-    sheet = find("mnist")
-    configs = plan.combine(sheet, {"norm": ("weight",), "lr": (3e-4,), "hidden": (7,), "clip": (1e-5,)})
-    jobs = plan.jobs_for(sheet, configs, (4, 5), stacked=True)
-    got = []
-    monkeypatch.setattr(workers, "carry_out", lambda *given: got.append(given) or 0)
-    monkeypatch.setattr(workers, "watch_parent", lambda: None)
-    assert main(workers.task_for(jobs[0], how, "x").arguments) == 0
-    ((theirs, received, _),) = got
-    assert theirs == jobs
-    assert received.command == how.command
-    assert (received.resume, received.restart, received.keep_best, received.jobs) == (True, False, False, 1)
+SIZED = Scale(
+    about="a test",
+    seeds=2,
+    settings={"hidden": 7},
+    values={"norm": ("layer", "batch"), "batch_size": (128, 4)},
+    without=({"norm": "layer", "batch_size": 4},),
+    tuned=({"norm": "batch", "batch_size": 4, "lr": 0.5},),
+    placebo={"norm": "batch", "batch_size": 128},
+)
 
 
-def test_small_settings_and_what_is_given_over_them(monkeypatch, tmp_path):
-    got = []
-    monkeypatch.setattr(workers, "carry_out", lambda jobs, *_: got.extend(jobs) or 0)
-    main(["run", "convnet", "--small", "--width", "3", "--data", "embedded", "--runs", str(tmp_path)])
-    assert (got[0].config.width, got[0].config.units, got[0].config.dataset) == (3, 64, "mnist")
+def of_scale(**given):
+    sheet = dataclasses.replace(find("mnist"), scales={"smoke": SIZED})
+    return plan.jobs_of_scale(sheet, "smoke", **given)
+
+
+def test_a_scale_trains_its_variants_with_tuned_settings_and_the_placebo_on_further_seeds():
+    jobs = of_scale()
+    variants = ("layer-batch_size128", "batch-batch_size128", "batch-batch_size4")
+    assert [job.label for job in jobs] == [
+        *(f"{variant}-seed{seed}" for seed in (0, 1) for variant in variants),
+        "batch-batch_size128-seed2",
+        "batch-batch_size128-seed3",
+    ]
+    assert {(job.config.norm, job.config.batch_size, job.config.lr) for job in jobs} == {
+        ("layer", 128, 1e-3), ("batch", 128, 1e-3), ("batch", 4, 0.5),
+    }  # fmt: skip
+    assert {(job.config.hidden, job.scale) for job in jobs} == {(7, "smoke")}
+    assert jobs[0].home(Path("runs"), "mnist-real") == Path("runs/mnist/mnist-real-smoke")
+
+
+def test_what_is_given_counts_more_than_the_scale_and_takes_its_name_away():
+    assert {(job.config.lr, job.scale) for job in of_scale(lr=(0.1,))} == {(0.1, "")}
+    (only,) = of_scale(norm=("layer",), seeds=range(5, 6))
+    assert (only.seed, only.config.norm, only.scale) == (5, "layer", "smoke")
+    with pytest.raises(InputError, match="twice"):
+        of_scale(norm=("layer", "layer"))
 
 
 # Runs from end to end
@@ -377,8 +420,8 @@ def test_runs_in_two_processes(capsys, tmp_path):
 
 def test_finished_runs_are_passed_over(capsys, finished):
     words = [*SMALL, "--norm", "layer,none", "--resume", "--runs", finished]
-    assert "2 of 2 runs are finished already" in said(capsys, *words, "--jobs", "2")[1]
-    assert said(capsys, *words, "--jobs", "1")[1].count("already finished") == 2
+    for processes in ("2", "1"):
+        assert said(capsys, *words, "--jobs", processes)[1].count("already finished") == 2
 
 
 def test_quiet(capsys, finished):
@@ -388,23 +431,12 @@ def test_quiet(capsys, finished):
     assert "LN (hidden layers), batch size 128" in out
 
 
-def test_stacked_seeds(capsys, tmp_path):
-    out, _ = said(capsys, *SMALL, "--seeds", "2", "--first-seed", "3", "--stack", "--runs", tmp_path)
-    assert "1 run(s) (2 seeds, stacked)" in out
-    assert (tmp_path / HOME / "layer-batch_size128-seeds3-4" / "summary.json").exists()
-    assert "(2)" in out
-
-
-def test_report_and_analysis_of_runs(capsys, finished, tmp_path):
+def test_report_of_runs(capsys, finished, tmp_path):
     out, _ = said(capsys, "report", finished, "--out", tmp_path / "page", "--markdown", tmp_path / "R.md")
     assert "EMBEDDED STAND-IN" in (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
     assert (tmp_path / "R.md").exists()
     assert f"report: {tmp_path / 'page' / 'report.html'}" in out
     assert all(claim.text in out for claim in find("mnist").claims)
-    out, _ = said(capsys, "convergence", finished, "--metric", "train_nll", "--out", tmp_path / "a" / "b.json")
-    assert "no norm, batch size 128" in out
-    rows = json.loads((tmp_path / "a" / "b.json").read_text())["rows"]
-    assert [row["steps_to_best_ratio"]["n"] for row in rows] == [1, 1]
 
 
 def wait_for(condition, seconds=60):
@@ -477,20 +509,52 @@ def test_children_end_with_a_parent_that_is_killed(tmp_path):
     assert not any(runs.status(folder)["finished"] for folder in folders)
 
 
+@pytest.mark.slow
 def test_reproduce_and_again(capsys, tmp_path):
-    words = ["reproduce", "--only", "mnist", "--seeds", "1", "--epochs", "0.02", "--jobs", "1", "--device", "cpu"]
+    words = ["reproduce", "--only", "mnist", "--seeds", "1", "--epochs", "0.02", "--jobs", "2", "--device", "cpu"]
     words += ["--runs", tmp_path / "runs", "--out", tmp_path / "out"]
     out, err = said(capsys, *words)
     sheet = find("mnist")
-    variants = len(sheet.small_sweep["norm"]) * len(sheet.small_sweep["batch_size"])
-    assert len(list((tmp_path / "runs" / HOME).iterdir())) == variants
-    assert err.count(": finished, ") == variants
+    jobs = plan.jobs_of_scale(sheet, "smoke", range(1), epochs=(0.02,))
+    assert {path.name for path in (tmp_path / "runs" / HOME).iterdir()} == {job.label for job in jobs}
+    assert err.count(": finished, ") == len(jobs)
+    assert f"mnist: {len(jobs)} runs done, 0 left" in err
     assert (tmp_path / "out" / "report.html").exists()
     assert f"report: {tmp_path / 'out' / 'report.html'}" in out
     assert all(claim.text in out for claim in sheet.claims)
     assert "EMBEDDED STAND-IN" in out
     _, err = said(capsys, *words)
-    assert err.count("already finished") == variants
+    assert err.count("already finished") == len(jobs)
+
+
+def test_paper_runs_what_the_folder_holds_stops_in_time_and_goes_on(capsys, tmp_path, monkeypatch, toy_sheet):
+    monkeypatch.setitem(SHEETS, "bare", dataclasses.replace(toy_sheet, name="bare", scales={}))
+    words = ["paper", "--data", toy.TEXT.parent, "--only", "toy,mnist,bare", "--jobs", "1"]
+    words += ["--runs", tmp_path / "runs", "--out", tmp_path / "out"]
+    out, err = said(capsys, *words, "--hours", "0.000001")
+    assert "toy: lines of a story (real); a story, seconds" in out
+    assert "mnist: left out. --data must be a folder with mnist in it" in out
+    assert "bare: left out. It has no laptop scale" in out
+    assert "1e-06 hours are over: every run saves a checkpoint" in err
+    assert "4 of 4 runs left" in out
+    assert "│ toy        │ 0    │ 4    │ not known yet │" in out
+    out, err = said(capsys, *words)
+    assert "0 of 4 runs left" in out
+    assert "│ toy        │ 4    │ 0    │ -" in out
+    assert re.search(r"2 of 4 runs have ended; toy: 2 runs done, 2 left, ends about \w+ \d\d:\d\d", err)
+    assert (tmp_path / "out" / "report.html").exists()
+    homes = {path.parent.parent.name for path in tmp_path.glob("runs/toy/*/*/summary.json")}
+    assert homes == {"lines-real-laptop"}
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_or_dies_among_others_is_named_and_the_others_finish(capsys, tmp_path, toy_sheet):
+    words = ["run", "toy", "--accident", "kill,none,mistake", "--updates", "4", "--device", "cpu"]
+    _, err = said(capsys, *words, "--jobs", "2", "--runs", tmp_path, code=1)
+    assert [path.parent.name for path in tmp_path.glob("toy/*/*/summary.json")] == ["next-seed0"]
+    assert "next-kill-seed0: ended by SIGKILL, which nobody here sent (out of memory?)" in err
+    assert "next-mistake-seed0: RuntimeError: a mistake of ours" in err
+    assert "3 of 3 runs have ended, 2 of them failed" in err
 
 
 # The machine and the data
@@ -500,7 +564,7 @@ def test_bench_writes_a_record(capsys, tmp_path):
     out, _ = said(capsys, "bench", "--quick", "--device", "cpu", "--out", tmp_path / "bench.json")
     record = records.load(tmp_path / "bench.json")
     assert (record["kind"], record["name"], record["device"]) == ("bench", "train", "cpu")
-    assert [row["norm"] for row in record["rows"]] == list(find("mnist").norms)
+    assert [row["norm"] for row in record["rows"]] == list(NORMS)
     for row in record["rows"]:
         assert row["milliseconds"]["n"] == len(row["milliseconds"]["values"]) == record["rounds"] == 7
         low, high = row["milliseconds"]["quartiles"]
@@ -549,53 +613,6 @@ def test_an_unreadable_data_folder_does_not_hide_the_others(capsys, monkeypatch,
     lines = {line.split()[1]: line for line in out.splitlines() if line.startswith("│")}
     assert "unreadable" in lines["cifar10"]
     assert "absent" in lines["mnist"]
-
-
-# Speed of convergence
-
-
-def record_of(curves):
-    """A record with a run for each (norm, seed): validation figures at updates 10, 20, ..."""
-    every = [
-        {
-            "config": dataclasses.asdict(find("mnist").config(norm=norm)),
-            "seed": seed,
-            "finished": True,
-            "steps": 10 * len(values),
-            "curve": {"step": [10 * (k + 1) for k in range(len(values))], "valid_nll": values},
-            "extras": {},
-        }
-        for (norm, seed), values in curves.items()
-    ]
-    data = {"name": "mnist", "kind": "real", "label": "MNIST"}
-    return {"schema": 1, "kind": "experiment", "experiment": "mnist", "data": data, "runs": every}
-
-
-def test_convergence_is_compared_seed_by_seed():
-    curves = {
-        ("none", 0): [5, 4, 3, 2],
-        ("none", 1): [5, 4, 1, 2],
-        ("layer", 0): [5, 2, 1.5, 1.6],
-        ("layer", 1): [3, 2.5, 2.1, 1.9],
-        ("batch", 0): [9, 9, 9, None],
-    }
-    layer, batch, none = convergence.analyse(record_of(curves), None, None, "none")
-    assert none["target"] == layer["target"] == 2  # the worse of the baseline's best: 2 and 1
-    assert none["steps_to_best"]["values"] == [40, 30]
-    assert none["steps_to_best_ratio"]["values"] == [1, 1]
-    assert layer["steps_to_best"]["values"] == [30, 40]
-    assert layer["steps_to_best_ratio"]["values"] == [0.75, pytest.approx(4 / 3, rel=1e-5)]
-    assert layer["steps_to_target"]["values"] == [20, 40]
-    assert layer["steps_to_target_ratio"]["values"] == [0.5, pytest.approx(4 / 3, rel=1e-5)]
-    assert (batch["steps_to_target"]["values"], batch["steps_to_target"]["mean"]) == ([None], None)
-    assert convergence.cells(batch)[-2:] == ["never in 1 of 1", "never in 1 of 1"]
-
-
-def test_convergence_to_a_target_without_a_baseline():
-    (row,) = convergence.analyse(record_of({("layer", 0): [3.0, 2.0]}), "valid_nll", 2.0, "none")
-    assert row["steps_to_target"]["values"] == [20]
-    assert row["steps_to_target_ratio"]["n"] == 0
-    assert convergence.cells(row)[-1] == "-"
 
 
 # Leaving

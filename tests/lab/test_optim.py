@@ -1,4 +1,4 @@
-"""Adam in both forms, clipping, batches and stacks: the parts of the training loop."""
+"""Adam in both forms, clipping and shuffled batches: the parts of the training loop."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from lamina.lab.training.stack import Stack
 from torch import nn
 
-import lamina
 from lamina.errors import InputError
-from lamina.lab.training.batches import Batches
+from lamina.lab.training.batches import ShuffledBatches
 from lamina.optim import Adam, clip_gradients
 
 SHAPES = [(5, 3), (5,), (1,), (2, 3, 4)]
@@ -165,22 +163,6 @@ def test_clipping_by_tensor_bounds_each():
     assert [n == pytest.approx(0.5) for n in norms] == [True, False, True, True]
 
 
-@pytest.mark.parametrize("by", ["global", "tensor"])
-def test_stacked_members_are_clipped_each_on_its_own(by):
-    alone = [parameters(seed) for seed in (1, 2)]
-    for k, held in enumerate(alone):
-        for p, g in zip(held, gradients(k)):
-            p.grad = g * (10.0 if k else 0.001)
-    stacked = [nn.Parameter(torch.stack([a, b])) for a, b in zip(*alone)]
-    for p, a, b in zip(stacked, *alone):
-        p.grad = torch.stack([a.grad, b.grad])
-    clip_gradients(stacked, 1.0, by, members=2)
-    for held in alone:
-        clip_gradients(held, 1.0, by)
-    for p, a, b in zip(stacked, *alone):
-        torch.testing.assert_close(p.grad, torch.stack([a.grad, b.grad]), rtol=1e-12, atol=0)
-
-
 def test_clipping_zero_gradients_gives_zeros():
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.zeros(3)
@@ -190,15 +172,15 @@ def test_clipping_zero_gradients_gives_zeros():
 
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 5), st.integers(1, 9))
 def test_batches_show_every_case_once_an_epoch(cases, batch_size, seed, epochs):
-    batches = Batches(cases, batch_size, (seed, seed + 1))
+    batches = ShuffledBatches(cases, batch_size, seed)
     steps = batches.updates(epochs)
-    row = batches.indices(0, steps)[:, 0].flatten()
+    row = batches.stretch(0, steps).flatten()
     for epoch in range(epochs):
         assert sorted(row[epoch * cases : (epoch + 1) * cases].tolist()) == list(range(cases))
     assert (steps - 1) * batch_size < epochs * cases <= steps * batch_size
     middle = steps // 2
-    assert torch.equal(batches.indices(middle, steps - middle), batches.indices(0, steps)[middle:])
-    assert torch.equal(Batches(cases, batch_size, (seed + 1,)).indices(middle)[0, 0], batches.indices(middle)[0, 1])
+    assert torch.equal(batches.stretch(middle, steps - middle), batches.stretch(0, steps)[middle:])
+    assert torch.equal(batches.at(middle), batches.stretch(0, steps)[middle])
 
 
 @given(st.integers(1, 60_000), st.integers(1, 300), st.integers(1, 400), st.sampled_from(["0.1", "0.2", "0.3", "0.05"]))
@@ -206,63 +188,20 @@ def test_batches_show_every_case_once_an_epoch(cases, batch_size, seed, epochs):
 def test_fractions_of_epochs_are_rounded_up_from_what_they_mean(cases, batch_size, number, part):
     """3 * 0.1 is a little more than 0.3 in floating point, which must not cost an update."""
     exact = number * Fraction(part) * cases / batch_size
-    assert Batches(cases, batch_size, (0,)).updates(number * float(part)) == math.ceil(exact)
+    assert ShuffledBatches(cases, batch_size, 0).updates(number * float(part)) == math.ceil(exact)
 
 
 def test_more_updates_than_can_be_counted_are_refused():
     with pytest.raises(InputError, match=r"1e\+308 epochs"):
-        Batches(1000, 4, (0,)).updates(1e308)
+        ShuffledBatches(1000, 4, 0).updates(1e308)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    batches = Batches(100, 100, (0, 1))
-    orders = {tuple(row.tolist()) for step in range(3) for row in batches.indices(step)[0]}
+    orders = {tuple(ShuffledBatches(100, 100, seed).at(step).tolist()) for seed in (0, 1) for step in range(3)}
     assert len(orders) == 6
 
 
-def test_no_cases_is_refused():
-    with pytest.raises(InputError, match="at least one case"):
-        Batches(0, 4, (0,))
-
-
-def network(norm: str | None, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    first = lamina.Linear(7, 5, norm=norm, activation="relu", unbiased=True, dtype=torch.float64)
-    return nn.Sequential(first, lamina.Linear(5, 3, norm=norm, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("norm", [None, "layer", "batch", "weight"])
-def test_a_stack_is_its_members(norm):
-    """Losses, gradients, running statistics and evaluation of three members, each as if alone."""
-    models = [network(norm, seed) for seed in range(3)]
-    stack = Stack(models)
-    x, y = torch.randn(3, 6, 7, dtype=torch.float64), torch.randint(3, (3, 6))
-
-    def loss(model, batch):
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    losses = stack.losses(loss, (x, y))
-    losses.sum().backward()
-    stacked = {**dict(stack.model.named_parameters()), **dict(stack.model.named_buffers())}
-    for k, model in enumerate(models):
-        alone = loss(model, (x[k], y[k]))
-        alone.backward()
-        torch.testing.assert_close(losses[k], alone, rtol=1e-12, atol=1e-12)
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(stacked[name].grad[k], p.grad, rtol=1e-10, atol=1e-12)
-        for name, buffer in model.named_buffers():
-            torch.testing.assert_close(stacked[name][k], buffer, rtol=1e-12, atol=1e-12)
-    stack.eval()
-    outputs = stack(x[0])
-    for k, model in enumerate(models):
-        torch.testing.assert_close(outputs[k], model.eval()(x[0]), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(stack.member(k)(x[0]), outputs[k], rtol=1e-12, atol=1e-12)
-
-
-def test_stacked_gradients_need_no_copy():
-    """A gradient laid out as its parameter is taken over by autograd; any other would be copied."""
-    stack = Stack([network("layer", seed) for seed in range(2)])
-    x, y = torch.randn(2, 6, 7, dtype=torch.float64), torch.randint(3, (2, 6))
-    stack.losses(lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]), (x, y)).sum().backward()
-    for p in stack.parameters():
-        assert p.grad.stride() == p.stride()
+@pytest.mark.parametrize(("cases", "drop_last"), [(0, False), (3, True)])
+def test_no_cases_is_refused(cases, drop_last):
+    with pytest.raises(InputError, match="at least one batch"):
+        ShuffledBatches(cases, 4, 0, drop_last)

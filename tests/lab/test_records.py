@@ -1,14 +1,16 @@
-"""Run folders in, records out: whole, half-finished, stacked, torn and broken. test_report uses the runs made here."""
+"""Run folders in, records out: whole, half-finished, torn, broken, grown. test_report uses the runs made here."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import socket
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,16 @@ from typing import Any
 import pytest
 
 from lamina.errors import InputError
-from lamina.lab.claims import _t_quantile
-from lamina.lab.experiment import Claim, Config, Figure, Number, Panel, Sheet, Verdict
+from lamina.lab.claims import DIRECTION, INCONCLUSIVE, Claim, Inside, Quality, Speed
+from lamina.lab.experiment import Axis, Config, Figure, Number, Panel, Sheet, option
 from lamina.lab.reports import records, verdicts
+from lamina.lab.results import Metric
 from lamina.lab.runs import environment
 
 
-def _lower_error(results) -> Verdict:
-    layer, batch = (results.select(norm=norm).last("test_error") for norm in ("layer", "batch"))
-    if layer.n < 2 or batch.n < 2:
-        return Verdict(None, f"{layer.n} and {batch.n} runs", "fewer than 2 seeds")
-    return Verdict(layer.mean < batch.mean, f"layer {layer}, batch {batch}")
+@dataclass(frozen=True, kw_only=True)
+class ToyConfig(Config):
+    norm: str = option("layer", "normalisation", sweep=True)
 
 
 def _panels(metric: str, label: str, log: bool) -> tuple[Panel, ...]:
@@ -34,14 +35,23 @@ def _panels(metric: str, label: str, log: bool) -> tuple[Panel, ...]:
     return tuple(Panel(f"Batch size {b}", metric, label, log=log, where={"batch_size": b}) for b in sizes)
 
 
+def _at(norm: str, size: int = 128) -> dict[str, Any]:
+    return {"norm": norm, "batch_size": size}
+
+
+ERROR = Quality("test_error", unit="points", scale=100)
 TOY = Sheet(
     name="toy",
     title="Permutation-invariant digits",
     section="6.6",
     about="A 784-1000-1000-10 network on digits without their geometry, at two batch sizes.",
-    config=Config,
+    config=ToyConfig,
     module="toy",
-    norms={"layer": "layer norm", "batch": "batch norm", "none": "no norm"},
+    axes=(
+        Axis("norm", {"layer": "layer norm", "batch": "batch norm", "none": "no norm"}, "batch"),
+        Axis("batch_size", {128: "batch size 128", 4: "batch size 4"}, 128),
+    ),
+    scales={},
     datasets=("digits",),
     figures=(
         Figure("nll", "Training loss.", _panels("train_nll", "train NLL", True)),
@@ -53,16 +63,17 @@ TOY = Sheet(
         ),
     ),
     numbers=(
-        Number("test_error", "test error, %", scale=100.0, digits=2, paper={"layer norm, batch size 128": "1.1"}),
+        Number("test_error", "test error, %", scale=100.0, paper={"layer norm, batch size 128": "1.1"}),
         Number("train_nll", "best train NLL", at="best"),
-        Number("train_nll", "updates to train NLL 0.1", target=0.1, digits=0),
+        Number("train_nll", "updates to train NLL 0.1", target=0.1),
     ),
     claims=(
-        Claim("lower", "Layer norm reaches a lower error than batch norm.", "figure 6, right", _lower_error),
-        Claim("never", "Nothing beats anything.", "nowhere", lambda results: Verdict(False, f"{len(results)} runs")),
+        Claim("lower", "Layer norm ends lower than batch norm.", "figure 6", ERROR, _at("layer"), _at("batch")),
+        Claim("beside", "At 4 too.", "Not claimed", ERROR, _at("layer", 4), _at("batch", 4), claimed=False),
+        Claim("never", "Batch norm beats all.", "nowhere", ERROR, _at("batch"), _at("layer"), doubt="By construction."),
+        Claim("faster", "Layer norm is faster than none.", "6.6", Speed("train_nll"), _at("layer"), _at("none")),
     ),
-    headline="test_error",
-    vary=("norm", "batch_size"),
+    headline=Metric("test_error", "test error"),
 )
 
 DATA = {
@@ -103,16 +114,29 @@ def metric_lines(norm: str, batch_size: int, seed: int, points: int) -> list[dic
 
 
 def write_run(
-    root: Path, norm="layer", batch_size=128, seeds=(0,), points=12, finished=True, data=None, name=None, **settings
+    root: Path,
+    norm="layer",
+    batch_size=128,
+    seeds=(0,),
+    points=12,
+    finished=True,
+    data=None,
+    name=None,
+    scale="",
+    made=None,
+    **settings,
 ) -> Path:
     """One run folder as the training loop leaves it."""
-    config = {**dataclasses.asdict(Config(norm=norm, batch_size=batch_size)), **settings}
+    config = {**dataclasses.asdict(ToyConfig(norm=norm, batch_size=batch_size)), **settings}
     label = name or f"{norm}-batch_size{batch_size}-seed{seeds[0]}"
     used = data or DATA
-    folder = root / "toy" / f"{used['name']}-{used['kind']}" / label
+    folder = root / "toy" / f"{used['name']}-{used['kind']}{scale and '-' + scale}" / label
     folder.mkdir(parents=True)
-    header = {"schema": 1, "experiment": "toy", "config": config, "seeds": list(seeds), "data": used}
-    header |= {"environment": ENVIRONMENT, "command": f"/opt/bin/lamina run toy --norm {norm} --runs={root}"}
+    header = {"schema": 2, "experiment": "toy", "config": config, "seeds": list(seeds), "data": used, "scale": scale}
+    header |= {
+        "environment": {**ENVIRONMENT, **(made or {})},
+        "command": f"/opt/bin/lamina run toy --norm {norm} --runs={root}",
+    }
     (folder / "config.json").write_text(json.dumps(header))
     lines = [line for seed in seeds for line in metric_lines(norm, batch_size, seed, points)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -143,26 +167,37 @@ class TestCollect:
         record, notes = collected(tmp_path)
         run = only(record["runs"])
         assert notes == []
-        assert (record["schema"], record["kind"], record["experiment"]) == (1, "experiment", "toy")
+        assert (record["schema"], record["kind"], record["experiment"]) == (2, "experiment", "toy")
         assert record["data"] == DATA
-        assert record["environment"] == ENVIRONMENT
+        assert run["environment"] == ENVIRONMENT
+        assert run["command"] == f"lamina run toy --norm layer --runs={tmp_path.name}"  # no path of the machine
         assert (run["seed"], run["finished"], run["steps"], run["seconds"]) == (0, True, 12 * 430, 12.3457)
-        assert run["curve"]["epoch"] == [float(k) for k in range(1, 13)]
-        assert set(run["curve"]) == {"step", "epoch", "seconds", "train_nll", "test_error"}  # no line of training loss
+        updates = [430 * k for k in range(1, 13)]
+        assert run["series"]["epoch"] == {"update": updates, "value": [float(k) for k in range(1, 13)]}
+        assert set(run["series"]) == {"epoch", "seconds", "train_nll", "test_error"}  # no line of training loss
         assert run["extras"]["distance"] == [0, 1, 2]
 
     def test_floats_have_six_digits(self, tmp_path):
         write_run(tmp_path)
         run = only(collected(tmp_path)[0]["runs"])
         exact = [line["train_nll"] for line in metric_lines("layer", 128, 0, 12) if line["kind"] == "eval"]
-        assert run["curve"]["train_nll"] == [float(f"{value:.6g}") for value in exact]
+        assert run["series"]["train_nll"]["value"] == [float(f"{value:.6g}") for value in exact]
 
-    def test_a_stacked_run_is_one_entry_for_each_seed(self, tmp_path):
+    def test_each_metric_has_its_own_updates(self, tmp_path):
+        folder = write_run(tmp_path, points=6)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        kept = [{k: v for k, v in line.items() if k != "test_error" or line["step"] % 1290 == 0} for line in lines]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        series = only(collected(tmp_path)[0]["runs"])["series"]
+        assert series["test_error"]["update"] == [1290, 2580]
+        assert len(series["train_nll"]["update"]) == len(series["train_nll"]["value"]) == 6
+
+    def test_a_folder_with_several_seeds_is_a_row_for_each(self, tmp_path):
         write_run(tmp_path, seeds=(0, 1, 2))
         runs = collected(tmp_path)[0]["runs"]
         assert [run["seed"] for run in runs] == [0, 1, 2]
         assert all(run["side_by_side"] == 3 for run in runs)
-        assert len({tuple(run["curve"]["train_nll"]) for run in runs}) == 3
+        assert len({tuple(run["series"]["train_nll"]["value"]) for run in runs}) == 3
         assert [run["extras"]["active"][2] for run in runs] == [0.5, 0.51, 0.52]
 
     def test_a_half_finished_run_is_kept_and_not_counted(self, tmp_path):
@@ -179,19 +214,19 @@ class TestCollect:
         with (folder / "metrics.jsonl").open("ab") as file:
             file.write(tail.encode("latin-1"))
         record, notes = collected(tmp_path)
-        assert len(only(record["runs"])["curve"]["step"]) == 12
+        assert len(only(record["runs"])["series"]["epoch"]["update"]) == 12
         assert "line 25" in only(notes)
 
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            ('{"schema": 1, "experi', "not valid JSON"),
-            ('{"schema": 2}', "schema 1"),
-            ("[]", "schema 1"),
-            ('{"schema": 1, "experiment": "toy"}', "no 'config'"),
-            ('{"schema": 1, "experiment": "toy", "config": 3, "seeds": [0], "data": {}}', "config must be a dict"),
+            ('{"schema": 2, "experi', "not valid JSON"),
+            ('{"schema": 1}', "not the header of a run with schema 2: train it anew"),
+            ("[]", "schema 2"),
+            ('{"schema": 2, "experiment": "toy"}', "no 'config'"),
+            ('{"schema": 2, "experiment": "toy", "config": 3, "seeds": [0], "data": {}}', "config must be a dict"),
             (
-                '{"schema": 1, "experiment": "toy", "config": {}, "seeds": [0], "data": {"name": 1, "kind": 2}}',
+                '{"schema": 2, "experiment": "toy", "config": {}, "seeds": [0], "data": {"name": 1, "kind": 2}}',
                 "data.name",
             ),
         ],
@@ -239,7 +274,7 @@ class TestCollect:
         lines[-1] = re.sub(r'"test_error": [^,}]*', '"test_error": NaN', lines[-1])
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         record, _ = collected(tmp_path)
-        assert only(record["runs"])["curve"]["test_error"][-1] is None
+        assert only(record["runs"])["series"]["test_error"]["value"][-1] is None
         entry = next(e for e in record["summary"] if e["metric"] == "test_error")
         assert (entry["values"], entry["n"], entry["mean"]) == ([None], 1, None)
 
@@ -269,6 +304,13 @@ class TestCollect:
             "toy-other",
         ]
 
+    def test_another_scale_is_another_record(self, tmp_path):
+        write_run(tmp_path)
+        write_run(tmp_path, scale="laptop")
+        write_run(tmp_path, scale="smoke", data={**DATA, "kind": "embedded"})
+        names = {records.name(record) for record in records.collect([tmp_path])}
+        assert names == {"toy-digits", "toy-digits-laptop", "toy-digits-embedded-smoke"}
+
     def test_runs_that_read_different_files_say_so(self, tmp_path):
         write_run(tmp_path)
         write_run(tmp_path, seeds=(1,), data={**DATA, "sha256": {"train-images": "00"}})
@@ -287,26 +329,92 @@ class TestCollect:
         folder = write_run(tmp_path)
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"kind": "eval", "step": 430, "epoch": 1.0, "seed": 0, "train_nll": 9.0}) + "\n")
-        curve = only(collected(tmp_path)[0]["runs"])["curve"]
-        assert curve["step"] == [430 * k for k in range(1, 13)]
-        assert (curve["train_nll"][0], curve["test_error"][0]) == (9.0, None)
+        series = only(collected(tmp_path)[0]["runs"])["series"]
+        assert series["train_nll"]["update"] == [430 * k for k in range(1, 13)]
+        assert series["train_nll"]["value"][0] == 9.0
+        assert series["test_error"]["update"][0] == 860
 
     def test_a_file_is_not_a_folder(self, tmp_path):
         with pytest.raises(InputError, match="folder"):
             records.collect([tmp_path / "absent"])
 
-    def test_commands_have_no_machine_paths(self, tmp_path):
+    def test_each_row_keeps_its_own_environment(self, tmp_path):
         write_run(tmp_path)
-        assert collected(tmp_path)[0]["commands"] == [f"lamina run toy --norm layer --runs={tmp_path.name}"]
+        write_run(tmp_path, seeds=(1,), made={"commit": "other"})
+        write_run(tmp_path, seeds=(2,), made={"created": "later"})
+        record = collected(tmp_path)[0]
+        assert [run["environment"]["commit"] for run in record["runs"]] == [
+            *[ENVIRONMENT["commit"], "other"],
+            ENVIRONMENT["commit"],
+        ]
+        assert [env["commit"] for env in records.environments(record)] == [ENVIRONMENT["commit"], "other"]
+        assert len(records.commands(record)) == 1
 
-    def test_distinct_environments_are_listed(self, tmp_path):
-        write_run(tmp_path)
-        folder = write_run(tmp_path, seeds=(1,))
-        assert collected(tmp_path)[0]["environments"] == []
-        header = json.loads((folder / "config.json").read_text())
-        header["environment"]["commit"] = "other"
-        (folder / "config.json").write_text(json.dumps(header))
-        assert [env["commit"] for env in collected(tmp_path)[0]["environments"]] == [ENVIRONMENT["commit"], "other"]
+
+def recorded(folder: Path, **run: Any) -> records.Record:
+    write_run(folder, **run)
+    return collected(folder)[0]
+
+
+@pytest.mark.usefixtures("toy")
+class TestGrowing:
+    def test_runs_made_later_are_added_each_with_its_own_origin(self, tmp_path):
+        old = recorded(tmp_path / "a")
+        new = recorded(tmp_path / "b", seeds=(1,), made={"commit": "later"})
+        grown = records.joined([old, new], notes := [])
+        assert notes == []
+        assert [(run["seed"], run["environment"]["commit"]) for run in grown["runs"]] == [
+            (0, ENVIRONMENT["commit"]),
+            (1, "later"),
+        ]
+        assert {entry["n"] for entry in grown["summary"]} == {2}
+
+    def test_the_same_run_again_gives_way_only_to_the_more_complete_one(self, tmp_path):
+        half = recorded(tmp_path / "a", points=5, finished=False)
+        whole = recorded(tmp_path / "b", made={"commit": "later"})
+        again = recorded(tmp_path / "c", made={"commit": "latest"})
+        grown = records.joined([half, whole, again], notes := [])
+        assert only(grown["runs"])["environment"]["commit"] == "later"
+        assert len(notes) == 2
+        assert "seed 0 is in toy-digits (source 3) too" in notes[1]
+
+    def test_the_same_rows_again_change_nothing(self, tmp_path):
+        new = recorded(tmp_path, seeds=(0, 1))
+        old = records.load(records.save(new, tmp_path))
+        assert records.joined([old, new], notes := []) == new
+        assert notes == []
+
+    def test_other_settings_are_refused(self, tmp_path):
+        old = recorded(tmp_path / "a")
+        with pytest.raises(
+            InputError, match=r"settings, got lr 0.1 in place of 0.001 for layer norm, .*--out"
+        ) as error:
+            records.joined([old, recorded(tmp_path / "b", seeds=(1,), lr=0.1)], [])
+        assert "\n" not in str(error.value)
+
+    def test_what_is_written_on_the_way_may_differ(self, tmp_path):
+        new = recorded(tmp_path / "b", seeds=(1,), log_every=7)
+        assert len(records.joined([recorded(tmp_path / "a"), new], [])["runs"]) == 2
+
+    def test_a_variant_that_is_new_may_have_its_own_settings(self, tmp_path):
+        new = recorded(tmp_path / "b", norm="batch", lr=0.1)
+        assert len(records.joined([recorded(tmp_path / "a"), new], [])["runs"]) == 2
+
+    def test_other_data_are_refused(self, tmp_path):
+        new = recorded(tmp_path / "b", seeds=(1,), data={**DATA, "sha256": {"train-images": "00"}})
+        with pytest.raises(InputError, match=r"must have its data, got files with other SHA-256"):
+            records.joined([recorded(tmp_path / "a"), new], [])
+
+    def test_a_run_may_end_at_an_epoch_that_all_reached(self, tmp_path):
+        write_run(tmp_path, points=12)
+        write_run(tmp_path, seeds=(1,), points=5, finished=False)
+        record = records.cut(collected(tmp_path)[0], 4)
+        assert [run["finished"] for run in record["runs"]] == [True, True]
+        assert [run["steps"] for run in record["runs"]] == [4 * 430, 4 * 430]
+        assert {len(run["series"]["test_error"]["value"]) for run in record["runs"]} == {4}
+        stopped = "1 of 2 were stopped after it, before their last epoch."
+        assert record["notes"] == [f"Every run is drawn and judged up to epoch 4. {stopped}"]
+        assert not records.cut(collected(tmp_path)[0], 6)["runs"][1]["finished"]
 
 
 @pytest.mark.usefixtures("toy")
@@ -315,8 +423,8 @@ class TestSummary:
         for seed in range(5):
             write_run(tmp_path, seeds=(seed,))
         record, _ = collected(tmp_path)
-        last = [run["curve"]["test_error"][-1] for run in record["runs"]]
-        best = [min(run["curve"]["train_nll"]) for run in record["runs"]]
+        last = [run["series"]["test_error"]["value"][-1] for run in record["runs"]]
+        best = [min(run["series"]["train_nll"]["value"]) for run in record["runs"]]
         for entry, values in zip(record["summary"], (last, best)):
             assert entry["variant"] == {"norm": "layer", "batch_size": 128}
             assert entry["values"] == values
@@ -328,7 +436,11 @@ class TestSummary:
         write_run(tmp_path, seeds=(1,), points=1)
         entry = collected(tmp_path)[0]["summary"][2]
         assert entry["at"] == "updates to 0.1"
-        assert entry["values"] == [3 * 430.0, None]
+        # 0.15396 at 860 and 0.0758 at 1,290: interpolated in log updates
+        share = (entry["values"][0] / 860, 1290 / 860)
+        nll = only([r for r in collected(tmp_path)[0]["runs"] if r["seed"] == 0])["series"]["train_nll"]["value"]
+        assert math.log(share[0]) / math.log(share[1]) == pytest.approx((nll[1] - 0.1) / (nll[1] - nll[2]), rel=1e-4)
+        assert entry["values"][1] is None
         assert entry["mean"] is None
 
     def test_variants_stand_in_the_order_of_the_sheet(self, tmp_path):
@@ -337,7 +449,7 @@ class TestSummary:
                 write_run(tmp_path, norm, size)
         record, _ = collected(tmp_path)
         order = [(run["config"]["norm"], run["config"]["batch_size"]) for run in record["runs"]]
-        assert order == [(norm, size) for norm in ("layer", "batch", "none", "zebra") for size in (4, 128)]
+        assert order == [(norm, size) for norm in ("layer", "batch", "none", "zebra") for size in (128, 4)]
 
     def test_runs_that_differ_in_another_setting_are_no_sample(self, tmp_path):
         write_run(tmp_path)
@@ -351,31 +463,50 @@ class TestSummary:
         assert verdicts.mixed_settings(collected(tmp_path)[0], TOY) == []
 
     def test_claims_are_judged_on_finished_runs(self, tmp_path):
-        for seed in range(2):
+        for seed in range(3):
             write_run(tmp_path, "layer", seeds=(seed,))
-            write_run(tmp_path, "batch", seeds=(seed,), finished=seed == 0)
-        assert collected(tmp_path)[0]["claims"][0]["held"] is None
-        write_run(tmp_path, "batch", seeds=(2,))
+            write_run(tmp_path, "batch", seeds=(seed,), finished=seed > 0)
+        assert collected(tmp_path)[0]["claims"][0]["word"] == INCONCLUSIVE
+        write_run(tmp_path, "batch", seeds=(3,))
+        write_run(tmp_path, "layer", seeds=(3,))
         claim = collected(tmp_path)[0]["claims"][0]
-        assert claim["held"] is True
-        assert set(claim) == {"name", "text", "paper", "held", "measured", "reason"}
+        assert (claim["word"], claim["indicative"], claim["interval"]["n"]) == (DIRECTION, True, 3)
+        assert sorted(claim["pairs"]) == [1, 2, 3]
+
+    def test_a_claim_is_kept_with_all_that_a_reader_should_see(self, tmp_path):
+        for seed in range(5):
+            write_run(tmp_path, "layer", seeds=(seed,))
+        for seed in range(10):
+            write_run(tmp_path, "none", seeds=(seed,))
+        claim = collected(tmp_path)[0]["claims"][3]
+        wanted = (
+            "name text paper claimed doubt word measured reason interval pairs nearest placebo placebo_share levels"
+        )
+        assert set(claim) == {*wanted.split(), "indicative"}
+        assert set(claim["interval"]) == set(claim["placebo"]) == {"estimate", "low", "high", "n"}
+        assert [share for share, _, _ in claim["levels"]] == [0.2, 0.4, 0.6, 0.8, 1.0]
+        assert claim["interval"]["high"] == math.inf  # two runs without a norm miss their own median
+        path = records.save(collected(tmp_path)[0], tmp_path)
+        kept = records.load(path)["claims"][3]
+        assert kept["interval"]["high"] == "inf"
+        assert {int(seed): float(value) for seed, value in kept["pairs"].items()} == claim["pairs"]
+
+    def judged(self, tmp_path, monkeypatch, measure):
+        claim = dataclasses.replace(TOY.claims[0], measure=measure)
+        monkeypatch.setattr("lamina.lab.experiments.SHEETS", {"toy": dataclasses.replace(TOY, claims=(claim,))})
+        for norm in ("layer", "batch"):
+            write_run(tmp_path, norm, seeds=(0, 1, 2))
+        return only(collected(tmp_path)[0]["claims"])
 
     def test_a_judge_that_fails_leaves_its_claim_open(self, tmp_path, monkeypatch):
-        claim = Claim("bad", "Bad.", "nowhere", lambda results: 1 / 0)
-        monkeypatch.setattr("lamina.lab.experiments.SHEETS", {"toy": dataclasses.replace(TOY, claims=(claim,))})
-        write_run(tmp_path)
-        verdict = only(collected(tmp_path)[0]["claims"])
-        assert verdicts.in_words(verdict) == "inconclusive: could not be judged"
+        verdict = self.judged(tmp_path, monkeypatch, Inside(lambda run: 1 / 0))
+        assert (verdict["word"], verdict["reason"]) == (INCONCLUSIVE, "could not be judged")
         assert "ZeroDivisionError" in verdict["measured"]
 
     def test_a_judge_that_lacks_a_package_names_it(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "scipy.special", None)
-        for norm in ("layer", "batch"):
-            write_run(tmp_path, norm, seeds=(0, 1, 2))
-        claim = Claim("needs", "Needs.", "nowhere", lambda results: Verdict(bool(_t_quantile(3)), ""))
-        monkeypatch.setattr("lamina.lab.experiments.SHEETS", {"toy": dataclasses.replace(TOY, claims=(claim,))})
-        verdict = only(collected(tmp_path)[0]["claims"])
-        assert verdicts.in_words(verdict) == "inconclusive: could not be judged"
+        verdict = self.judged(tmp_path, monkeypatch, ERROR)
+        assert (verdict["word"], verdict["reason"]) == (INCONCLUSIVE, "could not be judged")
         assert verdict["measured"].startswith("scipy is not installed. Run `pip install scipy`")
 
     def test_an_unknown_experiment_keeps_its_runs(self, tmp_path, monkeypatch):
@@ -398,16 +529,16 @@ class TestFiles:
     def test_a_list_is_a_line(self, tmp_path):
         write_run(tmp_path / "runs")
         path = records.save(collected(tmp_path / "runs")[0], tmp_path)
-        line = next(line for line in path.read_text().splitlines() if '"train_nll": [' in line)
-        assert line.rstrip(",").endswith("]")
-        assert line.count(",") >= 11
+        lines = [line for line in path.read_text().splitlines() if '"update": [' in line]
+        assert len(lines) == 4
+        assert all(line.rstrip(",").endswith("]") and line.count(",") >= 11 for line in lines)
 
     def test_keys_are_sorted(self, tmp_path):
         write_run(tmp_path / "runs")
         path = records.save(collected(tmp_path / "runs")[0], tmp_path)
         top = re.findall(r'^ "(\w+)":', path.read_text(), flags=re.MULTILINE)
         assert top == sorted(top)
-        assert len(top) == 11
+        assert len(top) == 9
 
     def test_a_failed_write_leaves_the_old_file(self, tmp_path):
         (tmp_path / "file").write_text("old")
@@ -417,7 +548,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("kind", ["soak", "bench"])
     def test_other_kinds_are_kept(self, tmp_path, kind):
-        record = {"schema": 1, "kind": kind, "name": "h200", "anything": [1, {"a": None}]}
+        record = {"schema": 2, "kind": kind, "name": "h200", "anything": [1, {"a": None}]}
         path = records.save(record, tmp_path)
         assert path.name == f"{kind}-h200.json"
         assert records.load(path) == record
@@ -426,14 +557,14 @@ class TestFiles:
         ("text", "said"),
         [
             ("{", "not valid JSON"),
-            ("[]", "schema 1"),
-            ('{"schema": 2, "kind": "experiment"}', "'schema': 2"),
-            ('{"schema": 1}', "'kind': None"),
-            ('{"schema": 1, "kind": "experiment"}', "no 'experiment'"),
-            ('{"schema": 1, "kind": "experiment", "experiment": 1, "data": {"name": "", "kind": ""}}', "text"),
+            ("[]", "schema 2"),
+            ('{"schema": 1, "kind": "experiment"}', "'schema': 1"),
+            ('{"schema": 2}', "'kind': None"),
+            ('{"schema": 2, "kind": "experiment"}', "no 'experiment'"),
+            ('{"schema": 2, "kind": "experiment", "experiment": 1, "data": {"name": "", "kind": ""}}', "text"),
             (
-                '{"schema": 1, "kind": "experiment", "experiment": "toy", "data": {"name": "a", "kind": "real"},'
-                ' "runs": [{"config": {}, "seed": 0, "finished": true, "curve": {"a": [1], "b": []}}]}',
+                '{"schema": 2, "kind": "experiment", "experiment": "toy", "data": {"name": "a", "kind": "real"}, '
+                '"runs": [{"config": {}, "seed": 0, "finished": true, "series": {"a": {"update": [1], "value": []}}}]}',
                 "length",
             ),
         ],

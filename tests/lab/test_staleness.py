@@ -38,8 +38,13 @@ def package(tmp_path, monkeypatch):
     return folder
 
 
+def record_of(kind, *commits):
+    made = [{"environment": {"commit": commit}} for commit in commits]
+    return {**kind, **({"runs": made} if kind is RUNS else made[0])}
+
+
 def marks(commit, *kinds):
-    return [[mark.split(":")[0] for mark in staleness.marks({**k, "environment": {"commit": commit}})] for k in kinds]
+    return [[mark.split(":")[0] for mark in staleness.marks(record_of(kind, commit))] for kind in kinds]
 
 
 @pytest.mark.parametrize(
@@ -84,17 +89,28 @@ def test_what_git_cannot_tell_is_said(package, monkeypatch, tmp_path):
         assert marks(first, GPU) == [["Not checked"]]
 
 
-def test_each_commit_of_a_record_is_told_of(package):
+def test_each_commit_of_a_records_rows_is_told_of(package):
     first = git(package, "rev-parse", "HEAD")
     (package / "lab/training/loop.py").write_text("a = 2\n")
     git(package, "commit", "-q", "-a", "-m", "second")
-    commits = [first, git(package, "rev-parse", "HEAD"), "f" * 40]
-    found = [*staleness.marks({**RUNS, "environments": [{"commit": commit} for commit in commits]})]
-    assert found == [
-        f"Stale: made at commit {first[:12]}; the training code or the layers that it trains changed after it.",
+    commits = [first, git(package, "rev-parse", "HEAD"), "f" * 40, first]
+    assert [*staleness.marks(record_of(RUNS, *commits))] == [
+        f"Stale: 2 of 4 runs made at commit {first[:12]}; the training code or the layers that it trains changed after "
+        "it.",
         "Not checked: whether the training code or the layers that it trains changed after commit ffffffffffff. Git "
         "does not know it here.",
     ]
+
+
+def test_data_make_no_record_stale(package):
+    """A record holds the SHA-256 of its data."""
+    (package / "lab/data").mkdir()
+    (package / "lab/data/formats.py").write_text("a = 1\n")
+    git(package, "add", ".")
+    git(package, "commit", "-q", "-m", "second")
+    second = git(package, "rev-parse", "HEAD")
+    (package / "lab/data/formats.py").write_text("a = 2\n")
+    assert marks(second, RUNS) == [[]]
 
 
 @pytest.mark.parametrize("code", dict.fromkeys(staleness.COVERED.values()), ids=lambda code: code.name)

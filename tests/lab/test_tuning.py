@@ -12,6 +12,7 @@ import pytest
 from lamina.errors import InputError
 from lamina.lab.experiments import find
 from lamina.lab.reports import records, tuning
+from lamina.lab.results import Metric
 
 RESULTS = Path(__file__).parents[2] / "results"
 COMMITTED = sorted(RESULTS.glob("tuning-*.json"))
@@ -23,7 +24,7 @@ def write_run(root, valid, test=(0.5,), seed=0, finished=True, experiment="mnist
     config = find(experiment).config(**settings)
     folder = root / experiment / f"{len(list(root.glob('*/*')))}-{config.norm}-{config.lr:g}-{seed}"
     folder.mkdir(parents=True)
-    header = {"schema": 1, "experiment": experiment, "config": dataclasses.asdict(config), "seeds": [seed],
+    header = {"schema": 2, "experiment": experiment, "config": dataclasses.asdict(config), "seeds": [seed],
               "data": data, "environment": {}, "command": "lamina run mnist"}  # fmt: skip
     tests = [*test, *[test[-1]] * len(valid)]
     lines = [
@@ -130,6 +131,15 @@ def test_data_sets_and_experiments_are_apart(tmp_path):
     assert found == {("mnist", "mnist"): 1e-3, ("mnist", "fashion_mnist"): 1e-2, ("convnet", "fashion_mnist"): 1e-4}
 
 
+def test_a_headline_may_be_better_the_higher_it_is(tmp_path, monkeypatch):
+    higher = dataclasses.replace(find("mnist"), headline=Metric("valid_nll", "recall", "higher"))
+    monkeypatch.setattr("lamina.lab.experiments.SHEETS", {"mnist": higher})
+    write_run(tmp_path, [0.2, 0.6, 0.1], lr=1e-2)
+    write_run(tmp_path, [0.5], lr=1e-3)
+    (record,) = tuning.choose([tmp_path])
+    assert (record["chosen"][0]["lr"], record["metric"]) == (1e-2, "highest valid_nll")
+
+
 def test_no_runs_is_refused(tmp_path):
     with pytest.raises(InputError, match="tuning reads run folders"):
         tuning.choose([tmp_path])
@@ -193,16 +203,13 @@ def test_committed_searches_serve_every_variant(path):
     record = records.load(path)
     sheet = find(record["experiment"])
     assert record["data"]["kind"] == "real"
-    assert record["metric"] == f"lowest {sheet.headline}"
+    assert record["metric"] == f"lowest {sheet.headline.name}"
     dataset = record["data"]["name"]
-    for values in _variants(sheet):
-        config = tuning.apply(record, sheet.name, sheet.config(**values, dataset=dataset))
-        rows = [row for row in record["rows"] if row["variant"] == {k: values[k] for k in sheet.vary}]
+    searched = {tuple(row["variant"].items()) for row in record["rows"]}
+    assert {dict(variant)["norm"] for variant in searched} >= {c.ours["norm"] for c in sheet.claims}
+    for variant in map(dict, searched):
+        config = tuning.apply(record, sheet.name, sheet.config(**variant, dataset=dataset))
+        rows = [row for row in record["rows"] if row["variant"] == variant]
         assert len(rows) >= 3  # a search
         best = min((row for row in rows if row["mean"] is not None), key=lambda row: row["mean"])
         assert {k: getattr(config, k) for k in record["searched"]} == best["setting"]
-
-
-def _variants(sheet):
-    sizes = (128, 4) if "batch_size" in sheet.vary else (None,)
-    return [{"norm": n, **({} if size is None else {"batch_size": size})} for n in sheet.norms for size in sizes]

@@ -44,7 +44,7 @@ class Case:
 
 
 def measure(device: str, quick: bool, say: Callable[[str], None]) -> records.Record:
-    """A record of kind "bench"; rounds go through all cases in turn, so that a slow minute harms all alike."""
+    """Return a record of kind "bench"; each round takes all cases in turn, so that a slow minute harms all alike."""
     accelerator = Accelerator(cpu=device == "cpu")
     cuda = accelerator.device.type == "cuda"
     rounds, updates = (7, 5) if quick else (7, 60 if cuda else 20)
@@ -73,16 +73,7 @@ def measure(device: str, quick: bool, say: Callable[[str], None]) -> records.Rec
 def _keys(cuda: bool, quick: bool) -> list[tuple[str, str, str]]:
     engines = ("eager", "graph") if cuda else ("eager",)
     sizes = ("small",) if quick else tuple(SIZES)
-    return [
-        (
-            size,
-            norm,
-            engine,
-        )
-        for size in sizes
-        for engine in engines
-        for norm in NORMS
-    ]
+    return [(size, norm, engine) for size in sizes for engine in engines for norm in NORMS]
 
 
 def _prepare(case: Case, accelerator: Accelerator, updates: int) -> Any:
@@ -98,8 +89,8 @@ def _prepare(case: Case, accelerator: Accelerator, updates: int) -> Any:
     if not captured:
         model, optimizer = accelerator.prepare(model, optimizer)
     total = torch.zeros((), device=accelerator.device)
-    batches: Any = experiment.batches(config, data, 0)
-    update = engine.Update(experiment, config, model, optimizer, data, accelerator, total, seed=0)
+    batches = experiment.batches(config, data, 0)
+    update = engine.Update(experiment, config, model, optimizer, data, accelerator, total, seed=0, sampled=False)
     steps = engine.Captured(update, batches, 0) if captured else engine.Eager(update, batches)
     _milliseconds(steps, min(3, updates))
     return steps
@@ -137,14 +128,14 @@ def _row(case: Case, cases: Sequence[Case]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Every round's value, their median and quartiles: one slow round moves a mean and its deviation, not these."""
+    """Return every round's value, their median and quartiles, which one slow round does not move."""
     low, median, high = np.percentile(values, (25, 50, 75)).tolist()
     told = {"values": list(values), "n": len(values), "median": median, "quartiles": [low, high]}
     return {name: records.rounded(value) for name, value in told.items()}
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row under ``COLUMNS``."""
+    """Return a row under ``COLUMNS``."""
     what = [row["size"], row["norm"], row["engine"]]
     return [*what, _shown(row["milliseconds"], 3), _shown(row["ratio_to_none"], 2)]
 
@@ -156,7 +147,7 @@ def _shown(found: dict[str, Any], digits: int) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Versions, devices, which backend serves the layers here and why, and where data are looked for."""
+    """Return versions, devices, which backend serves the layers and why, and where data are looked for."""
     env = records.environment()
     here = env["machine"]
     where = "cuda" if torch.cuda.is_available() else "cpu"

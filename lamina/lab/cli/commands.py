@@ -21,7 +21,7 @@ except ImportError as missing:
     raise SystemExit(2) from None
 
 from ...errors import InputError, RunError, fail, not_installed, one_of
-from ..experiment import SCALES, Scale
+from ..experiment import SCALES
 from ..experiments import SHEETS
 from . import running
 from .jobs import DeviceOption, How, processes, rank, writable_folder
@@ -72,12 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_and_exit() -> None:
-    """``main`` as a program.
+    """Run ``main`` and end the process.
 
-    One of several processes leaves without Python's farewell: torch keeps the threads of gloo alive once
-    DistributedDataParallel was used, whatever is deleted or destroyed, and they outlive the interpreter. Twice a
-    process that had such threads aborted ("terminate called without an active exception"). By now every file is
-    closed, so nothing is lost.
+    One of several processes skips the interpreter's shutdown: torch keeps the threads of gloo alive once
+    DistributedDataParallel was used, and twice a process with such threads aborted there ("terminate called without
+    an active exception"). By now every file is closed, so nothing is lost.
     """
     code = main()
     if processes() > 1:
@@ -88,7 +87,7 @@ def run_and_exit() -> None:
 
 
 def told(error: BaseException) -> tuple[str, int] | None:
-    """What to say of an error and the exit code; None for a mistake of ours, which keeps its traceback."""
+    """Return the text of an error and the exit code; None for a mistake of ours, which keeps its traceback."""
     if hasattr(error, "format_message"):  # a usage error, of whichever click typer was built on
         return str(error.format_message()), int(getattr(error, "exit_code", 2))
     if isinstance(error, InputError):
@@ -118,19 +117,19 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _top(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="and end")] = False,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show it.")] = False,
 ) -> None:
     """Layer Normalization (Ba, Kiros, Hinton 2016): the paper's experiments, their data and the report."""
 
 
 @app.command("list")
 def list_experiments() -> None:
-    """The experiments, and how to run them."""
-    rows = [
-        [s.name, s.section, s.title, ", ".join(s.datasets), *(_size(s.scales.get(scale)) for scale in SCALES)]
-        for s in SHEETS.values()
-    ]
-    table("Experiments", ["Name", "Section", "Title", "Data sets", *SCALES], rows)
+    """List the experiments, and how to run them."""
+    sheets = SHEETS.values()
+    rows = [[s.name, s.section, s.title, ", ".join(s.datasets)] for s in sheets]
+    table("Experiments", ["Name", "Section", "Title", "Data sets"], rows)
+    sizes = [[s.name, name, str(size.seeds), size.about] for s in sheets for name, size in s.scales.items()]
+    table("Scales", ["Experiment", "Scale", "Seeds", "Data and time"], sizes)
     example = next(iter(SHEETS))
     for command, meaning in (
         (f"lamina run {example}", "one run with the paper's settings"),
@@ -140,10 +139,6 @@ def list_experiments() -> None:
         ("lamina paper --data DIR", "all whose real data are in DIR, sized for two cores"),
     ):
         say(f"{command:<56}{meaning}")
-
-
-def _size(scale: Scale | None) -> str:
-    return f"{scale.about}; {scale.seeds} seeds" if scale else "-"
 
 
 PathsArgument = Annotated[list[str] | None, typer.Argument(help="folders of runs, and records (default: runs)")]
@@ -164,7 +159,7 @@ def report(
     markdown: Annotated[str | None, typer.Option(help="where RESULTS.md goes instead")] = None,
     until: Annotated[float | None, typer.Option(help="judge every run at this epoch (default: at its end)")] = None,
 ) -> None:
-    """Runs and records as one page (report.html), RESULTS.md, figures and records."""
+    """Show runs and records as one page (report.html), RESULTS.md, figures and records."""
     places = _places(paths)
     writable_folder(out, "--out")
     _check_file(markdown, "--markdown")
@@ -185,7 +180,7 @@ def _places(paths: Sequence[str] | None) -> list[Path]:
 
 
 def _check_file(path: str | None, name: str) -> None:
-    """A file that can be written, or the user hears of it before the work."""
+    """Check before the work that a file can be written."""
     if path is not None:
         if Path(path).is_dir() or not Path(path).name:
             raise fail(f"{name} must be a file", repr(path), "Pass a file name.")
@@ -197,14 +192,14 @@ def _check_file(path: str | None, name: str) -> None:
 
 @data_app.callback(invoke_without_command=True)
 def data_sets(context: typer.Context, data: DataOption = None) -> None:
-    """Data sets: what is there, where, and under which licence."""
+    """List the data sets: which are there, where, and under which licence."""
     if context.invoked_subcommand is not None:
         return
-    from ..data import fetch
+    from ..data import registry
 
     rows = [
         [s.name, s.title, s.state, f"{s.size / 1e6:,.1f} MB" if s.size else "-", str(s.folder), s.licence]
-        for s in fetch.status(data)
+        for s in registry.status(data)
     ]
     table("Data sets", ["Name", "Title", "State", "Size", "Folder", "Licence"], rows)
     say("lamina data get NAME fetches one; an absent one has an embedded stand-in, and every result says so.")
@@ -216,26 +211,11 @@ def get(
     data: DataOption = None,
     mirror: Annotated[str | None, typer.Option(help="fetch from this address instead")] = None,
 ) -> None:
-    """Fetch a data set; a transfer that broke off goes on where it stopped."""
+    """Fetch a data set and check every byte; files that are there and right are not fetched again."""
     from ..data import fetch
-    from ..runs.progress import Reporter
 
-    with Reporter() as reporter:
-        files = fetch.get(name, data, base_urls=(mirror and [mirror]) or None, progress=_Transfer(reporter))
+    files = fetch.get(name, data, base_urls=(mirror and [mirror]) or None)
     say(f"{name}: {len(files)} file(s) in {files[0].parent}")
-
-
-class _Transfer:
-    """Bytes so far as a bar on a terminal, or as a line now and then."""
-
-    def __init__(self, say: Any) -> None:
-        self.say, self.begun = say, set[str]()
-
-    def __call__(self, done: int, total: int | None, name: str) -> None:
-        if name not in self.begun:
-            self.begun.add(name)
-            self.say.begin(name, done, total or done + 1)
-        self.say.advance(name, done, total or done + 1, {})
 
 
 @data_app.command()
@@ -274,24 +254,19 @@ def evaluate(
 def tune(
     paths: PathsArgument = None,
     out: Annotated[str, typer.Option(help="folder for the records")] = "runs",
+    scale: Annotated[str, typer.Option(help="scale whose settings were searched, for the record's name")] = "",
 ) -> None:
-    """Of runs over a grid (lamina run NAME --lr A,B,C), the settings that validate best, for lamina run --tuned."""
+    """Choose from runs over a grid (lamina run NAME --lr A,B,C) what validates best, for lamina run --tuned."""
     from ..reports import records, tuning
 
     places = _places(paths)
     writable_folder(out, "--out")
-    for record in tuning.choose(places):
+    if scale:
+        one_of("--scale", scale, SCALES)
+    for record in tuning.choose(places, scale):
         rows = [[*map(str, row.values())] for row in record["chosen"]]
         table(f"{record['experiment']}, {record['data']['label']}: {record['metric']}", [*record["chosen"][0]], rows)
         say(f"record: {records.save(record, out)}")
-
-
-def _write_json(out: str | None, record: dict[str, Any]) -> None:
-    from ..reports import records
-
-    if out is not None:
-        records.write(Path(out), json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-        say(f"record: {out}")
 
 
 @app.command()
@@ -299,7 +274,7 @@ def analyse(
     out: Annotated[str, typer.Option(help="folder for analysis.html and the pictures")] = "analysis",
     seed: Annotated[int, typer.Option(help="of the random layers and data")] = 0,
 ) -> None:
-    """Section 5 of the paper, worked out anew: invariances, Fisher matrices, learning rates, noise, with pictures."""
+    """Work out section 5 of the paper: invariances, Fisher matrices, learning rates, noise, with pictures."""
     folder = writable_folder(out, "--out")
     from ...analysis import invariance_table
     from ..reports import analysis
@@ -319,22 +294,25 @@ def bench(
     device: DeviceOption = "auto",
     quick: Annotated[bool, typer.Option(help="a few updates of the small network only")] = False,
 ) -> None:
-    """Training speed on this machine: each norm against none; on a GPU each engine, and seeds stacked."""
+    """Measure training speed on this machine: each norm against none, on a GPU with each engine."""
     one_of("--device", device, ("auto", "cpu", "cuda"))
     How(device=device).uses_cuda()
     _check_file(out, "--out")
+    from ..reports import records
     from . import bench
 
     record = bench.measure(device, quick, lambda text: print(text, file=sys.stderr))
     title = f"Milliseconds an update, mnist, batches of {record['batch_size']}, {record['device']}; "
     title += f"median of {record['rounds']} rounds (quartiles)"
     table(title, bench.COLUMNS, [bench.cells(row) for row in record["rows"]])
-    _write_json(out, record)
+    if out is not None:
+        records.write(Path(out), json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        say(f"record: {out}")
 
 
 @app.command()
 def info() -> None:
-    """Versions, devices, which backend serves the layers here and why, and where data are looked for."""
+    """Show versions, devices, which backend serves the layers and why, and where data are looked for."""
     from . import bench
 
     for name, value in bench.machine().items():

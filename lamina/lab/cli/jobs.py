@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import fail, one_of
-from ..experiment import SCALES, Config, Job, Scale, Sheet
+from ..experiment import Config, Job, Scale, Sheet
 
 KINDS = {int: "a whole number", float: "a number", str: "a name"}
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda")]
@@ -24,12 +25,12 @@ DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda")
 
 
 def flag(name: str) -> str:
-    """``batch_size`` as the command line spells it."""
+    """Spell a setting as the command line does."""
     return f"--{name.replace('_', '-')}"
 
 
 def parse(item: dataclasses.Field[Any], text: str) -> tuple[Any, ...]:
-    """The value of a setting, or those of a comma list; their ranges are the settings' own business."""
+    """Return the value of a setting, or those of a comma list; the settings themselves check ranges."""
     words = text.split(",") if item.metadata["sweep"] else [text]
     return tuple(_parse_one(item, word.strip()) for word in words)
 
@@ -89,6 +90,8 @@ def jobs_of_scale(sheet: Sheet, name: str, seeds: range | None = None, **given: 
     own = set(scaled(sheet, scale, {}))
     seeds = range(scale.seeds) if seeds is None else seeds
     configs = scaled(sheet, scale, given)
+    if not configs:
+        raise fail("a scale trains at least one variant", f"{given} with --scale {name}", "Choose other values.")
     further = range(seeds.stop, seeds.stop + len(seeds))
     placebo = [config for config in configs if scale.placebo and _fits(config, scale.placebo)]
     pairs = [(config, seed) for seed in seeds for config in configs] + [(c, seed) for c in placebo for seed in further]
@@ -101,7 +104,7 @@ def jobs_for(sheet: Sheet, configs: Sequence[Config], seeds: Sequence[int]) -> l
 
 
 def _job(sheet: Sheet, config: Config, seed: int, scale: str = "") -> Job:
-    """The settings in a run's label follow from the settings alone, so any command finds the same folder again."""
+    """Return a job whose label follows from its settings alone, so that any command finds the same folder again."""
     swept = [f for f in dataclasses.fields(config) if f.metadata["sweep"] and f.name not in sheet.vary]
     more = (f.name for f in swept if not scale and getattr(config, f.name) != f.default)
     return Job(sheet.name, config, seed, (*sheet.vary, *more), scale)
@@ -122,7 +125,7 @@ def _option(help: str, *names: str, **more: Any) -> Any:
 
 
 def whole(least: int, most: int) -> Callable[[Any], int]:
-    """A reader of whole numbers in a range that tells what it got."""
+    """Return a reader of whole numbers in a range."""
 
     def parse(given: Any) -> int:
         try:
@@ -138,7 +141,7 @@ def whole(least: int, most: int) -> Callable[[Any], int]:
 
 @dataclass
 class How:
-    """The options of ``lamina run`` that are not settings of the experiment."""
+    """Options of ``lamina run`` that are not settings of the experiment."""
 
     scale: Annotated[str, _option("all that the claims compare at this size: smoke, laptop or paper")] = ""
     seeds: Annotated[
@@ -161,13 +164,10 @@ class How:
     keep_best: Annotated[bool, _option("keep the checkpoint that validates best")] = True
     quiet: Annotated[bool, _option("no progress, only the results", "--quiet")] = False
     command: str = field(default="", init=False)  # as it was typed, for the runs' headers
-    hours: float = field(default=0.0, init=False)  # after which every run saves a checkpoint and ends; 0: no limit
+    hours: float = field(default=math.inf, init=False)  # after which every run saves a checkpoint and ends
 
-    def check(self, sheet: Sheet) -> None:
+    def check(self) -> None:
         """Refuse what is wrong without looking at torch or data."""
-        if self.scale:
-            one_of("--scale", self.scale, SCALES)
-            find_scale(sheet, self.scale)
         if self.scale and self.tuned:
             raise fail("a scale has its own tuned settings", "--scale and --tuned together", "Pass one of them.")
         one_of("--device", self.device, ("auto", "cpu", "cuda"))
@@ -181,7 +181,7 @@ class How:
         writable_folder(self.runs, "--runs")
 
     def uses_cuda(self) -> bool:
-        """Whether runs will be on a GPU; only there can an update be captured."""
+        """Return whether runs will be on a GPU; only there can an update be captured."""
         cuda = False
         if self.device != "cpu":
             import torch
@@ -206,10 +206,10 @@ def writable_folder(path: Path | str, name: str) -> Path:
 
 
 def processes() -> int:
-    """Those that torchrun or accelerate launch started."""
+    """Return the number of processes that torchrun or accelerate launch started."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def rank() -> int:
-    """Which of them this one is."""
+    """Return the number of this process among them."""
     return int(os.environ.get("RANK") or 0)

@@ -10,20 +10,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from statistics import median
+from typing import Annotated, Any
 
 import typer
 
-from ...errors import InputError, fail
+from ...errors import InputError, RunError, fail
 from ..experiment import Config, Job, Sheet
 from ..experiments import SHEETS, find
 from . import jobs as plan
 from . import workers
 from .jobs import DeviceOption, How, flag, rank, whole, writable_folder
 from .screen import KINDS, say, show_notes, show_report, table
-
-if TYPE_CHECKING:
-    from ..data.registry import Dataset
 
 run_app = typer.Typer(help="Train an experiment: lamina run mnist --norm layer,batch --seeds 3")
 
@@ -32,7 +30,7 @@ run_app = typer.Typer(help="Train an experiment: lamina run mnist --norm layer,b
 
 
 def _add_run_command(sheet: Sheet) -> None:
-    """A command whose options are the fields of the sheet's settings, then those of ``How``."""
+    """Add a command whose options are the fields of the sheet's settings, then those of ``How``."""
 
     def command(context: typer.Context, **given: Any) -> None:
         how = How(**{f.name: given.pop(f.name) for f in dataclasses.fields(How) if f.init})
@@ -83,21 +81,23 @@ def _no_experiment(context: typer.Context) -> None:
 
 def _run(sheet: Sheet, given: Mapping[str, str], how: How) -> None:
     jobs = _jobs(sheet, given, how)
-    how.check(sheet)
-    from ..data import registry as data
-
-    dataset = data.load(_dataset(jobs[0]), how.data)
+    how.check()
+    data = _described(jobs[0], how)
     if rank() == 0 and not how.quiet:
-        _announce(jobs, dataset, how)
+        device = "GPU" if how.uses_cuda() else "CPU"
+        say(f"{len(jobs)} run(s) on {KINDS[data['kind']]}: {data['label']}; {device}; folder {how.runs}")
     code = workers.carry_out(jobs, how, lambda job: job.label)
     if rank() == 0:
-        _show_results(sheet, jobs, f"{dataset.name}-{dataset.kind}", Path(how.runs))
+        _show_results(sheet, jobs, f"{data['name']}-{data['kind']}", Path(how.runs))
         say(f"Figures, claims and all numbers: lamina report {shlex.quote(how.runs)}")
     raise typer.Exit(code)
 
 
-def _dataset(job: Job) -> str:
-    return str(getattr(job.config, "dataset"))  # noqa: B009  (each experiment's own field)
+def _described(job: Job, how: How) -> dict[str, Any]:
+    """Load a job's data here first, so that data which are not there or broken are one error; describe them."""
+    from ..protocol import module_of
+
+    return module_of(job.experiment).load(job.config, how.data).describe()
 
 
 def _jobs(sheet: Sheet, given: Mapping[str, str], how: How) -> list[Job]:
@@ -127,18 +127,13 @@ def _seeds(how: How, usual: int) -> range:
     return range(how.first_seed, how.first_seed + (how.seeds or usual))
 
 
-def _announce(jobs: Sequence[Job], dataset: Dataset, how: How) -> None:
-    device = "GPU" if how.uses_cuda() else "CPU"
-    say(f"{len(jobs)} run(s) on {KINDS[dataset.kind]}: {dataset.label}; {device}; folder {how.runs}")
-
-
 def _show_results(sheet: Sheet, jobs: Sequence[Job], data: str, runs: Path) -> None:
-    from ..reports import convergence
+    from ..reports.page import run_tables
 
     notes: list[str] = []
     for home in dict.fromkeys(job.home(runs, data) for job in jobs):
         own = [job for job in jobs if job.home(runs, data) == home]
-        for title, columns, rows in convergence.results(sheet, own, home, notes):
+        for title, columns, rows in run_tables(sheet, own, home, notes):
             table(title, columns, rows)
     show_notes(notes)
 
@@ -168,9 +163,11 @@ def reproduce(
     quiet: QuietOption = False,
     epochs: Annotated[float | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Every experiment, small, on embedded data, then the report. Stop it and run it again: it goes on."""
+    """Run every experiment, small, on embedded data; write the report. Stop it and run it again: it goes on."""
     how = How(data="embedded", runs=runs, device=device, jobs=jobs, resume=True, quiet=quiet, seeds=seeds)
     how.command = _typed(context)
+    how.check()
+    writable_folder(out, "--out")
     changed = {} if epochs is None else {"epochs": (epochs,)}
     raise typer.Exit(_all(_chosen(only), "smoke", how, out, changed))
 
@@ -178,7 +175,7 @@ def reproduce(
 def paper(
     context: typer.Context,
     data: Annotated[str, typer.Option(help="folder of the real data sets")],
-    hours: Annotated[float | None, typer.Option(help="save every run and stop after so long")] = None,
+    hours: Annotated[float, typer.Option(help="save every run and stop after so long (default: no limit)")] = math.inf,
     runs: RunsOption = "runs/paper",
     out: OutOption = "runs/paper",
     only: OnlyOption = "",
@@ -186,15 +183,17 @@ def paper(
     device: DeviceOption = "cpu",
     quiet: QuietOption = False,
 ) -> None:
-    """Every experiment whose real data are there, sized for two cores, then the report. Run it again: it goes on."""
-    if hours is not None and not (math.isfinite(hours) and hours > 0):
+    """Run each experiment whose real data are there, sized for two cores; write the report. Run again to go on."""
+    if not hours > 0:
         raise fail("--hours must be above 0", repr(hours), "Leave it out to run to the end.")
     how = How(data=data, runs=runs, device=device, jobs=jobs, resume=True, quiet=quiet)
-    how.command, how.hours = _typed(context), hours or 0.0
-    sheets = [sheet for sheet in _chosen(only) if _has_data(sheet, data)]
+    how.command, how.hours = _typed(context), hours
+    how.check()
+    writable_folder(out, "--out")
+    sheets = [sheet for sheet in _chosen(only) if _can_run(sheet, "laptop", how)]
     if not sheets:
-        say(f"{data} holds the data of no experiment; lamina data lists them")
-        raise typer.Exit(0)
+        remedy = "lamina data lists the sets, and lamina data get NAME --data DIR fetches one."
+        raise fail("lamina paper needs the real data of an experiment", f"none in {data}", remedy)
     raise typer.Exit(_all(sheets, "laptop", how, out, {}))
 
 
@@ -202,72 +201,102 @@ def _chosen(only: str) -> list[Sheet]:
     return [find(name.strip()) for name in only.split(",")] if only else list(SHEETS.values())
 
 
-def _has_data(sheet: Sheet, root: str) -> bool:
-    """Whether an experiment's real data are there; say which is missing where they are not."""
-    from ..data import registry
-
-    name = str(getattr(sheet.config(**sheet.scales["laptop"].settings), "dataset"))  # noqa: B009
-    try:
-        registry.load(name, root)
-    except InputError as error:
-        say(f"{sheet.name}: left out. {error}")
+def _can_run(sheet: Sheet, scale: str, how: How) -> bool:
+    """Return whether an experiment has this scale, and its real data are there; say so, or why not."""
+    if scale not in sheet.scales:
+        say(f"{sheet.name}: left out. It has no {scale} scale")
         return False
-    say(f"{sheet.name}: {sheet.scales['laptop'].about}")
+    try:
+        described = _described(plan.jobs_of_scale(sheet, scale)[0], how)
+    except (InputError, OSError) as error:
+        say(f"{sheet.name}: left out. {' '.join(str(error).split())}")
+        return False
+    if described["kind"] != "real":
+        say(f"{sheet.name}: left out. {how.data} holds none of its real data, only {described['label']} would do")
+        return False
+    say(f"{sheet.name}: {described['label']}; {sheet.scales[scale].about}")
     return True
 
 
 def _all(sheets: Sequence[Sheet], scale: str, how: How, out: str, changed: Mapping[str, Sequence[Any]]) -> int:
     """Run a scale of every experiment, then write the report; return the worst exit code."""
     began = time.monotonic()
-    writable_folder(out, "--out")
     work = list[Job]()
     for sheet in sheets:
-        how.check(sheet)
-        work += plan.jobs_of_scale(sheet, scale, _seeds(how, sheet.scales[scale].seeds), **changed)
-    progress = Progress(work, Path(how.runs), "embedded" if how.data == "embedded" else "real")
-    say(f"{len(work)} runs in {how.runs}, {len(work) - progress.left()} of them finished")
+        seeds = _seeds(how, plan.find_scale(sheet, scale).seeds)
+        work += plan.jobs_of_scale(sheet, scale, seeds, **changed)
+    progress = Progress(work, Path(how.runs), "embedded" if how.data == "embedded" else "real", how)
+    progress.show()
     try:
         code = workers.carry_out(work, how, lambda job: f"{job.experiment}/{job.label}", progress.after)
-    except workers.Stopped as stopped:
-        if not how.hours:
+    except RunError as error:  # of runs in this process; workers' are told as they come
+        show_notes([str(error)])
+        code = 1
+    except Exception as error:
+        if not hasattr(error, "exit_code") or time.monotonic() - began < 3600 * how.hours:
             raise
-        say(str(stopped))
-        code = 0
+        code = 0  # the time is over
     _report(Path(how.runs), sheets, out)
-    say(f"{time.monotonic() - began:,.0f} s in all, {progress.left()} of {len(work)} runs left")
+    progress.show()
+    say(f"{time.monotonic() - began:,.0f} s in all; {progress.left()} of {len(work)} runs left")
     return code
 
 
 def _report(runs: Path, sheets: Sequence[Sheet], out: str) -> None:
     from ..reports.page import build
 
-    folders = [runs / sheet.name for sheet in sheets if (runs / sheet.name).is_dir()]
+    folders = [runs / sheet.name for sheet in sheets if any((runs / sheet.name).glob("*/*/config.json"))]
     if folders:
         show_report(build(folders, out))
 
 
 @dataclass
 class Progress:
-    """How many runs of each experiment are finished, and when the rest will be."""
+    """Finished and unfinished runs of each experiment, and when the rest will end."""
 
     jobs: Sequence[Job]
     runs: Path
     kind: str
+    how: How
 
     def __post_init__(self) -> None:
-        self.began, self.ended = time.monotonic(), 0
+        self.names = list(dict.fromkeys(job.experiment for job in self.jobs))
 
-    def left(self, experiment: str = "") -> int:
-        """Return the number of unfinished runs, of one experiment or of all."""
-        return sum(not self._is_done(job) for job in self.jobs if job.experiment == experiment or not experiment)
+    def done(self, experiment: str) -> list[float]:
+        """Return the minutes that each finished run of an experiment took."""
+        return [
+            (summary.stat().st_mtime - summary.with_name("config.json").stat().st_mtime) / 60
+            for job in self.jobs
+            if job.experiment == experiment
+            for summary in self.runs.glob(str(job.home(Path(), f"*-{self.kind}") / job.label / "summary.json"))
+        ]
 
-    def _is_done(self, job: Job) -> bool:
-        return (job.home(self.runs, f"{_dataset(job)}-{self.kind}") / job.label / "summary.json").exists()
+    def left(self) -> int:
+        """Return the number of unfinished runs."""
+        return len(self.jobs) - sum(len(self.done(name)) for name in self.names)
 
-    def after(self, job: Job) -> None:
-        """Say how far a job's experiment is, and when the rest of all runs will be done at the rate so far."""
-        self.ended += 1
-        own, left = sum(other.experiment == job.experiment for other in self.jobs), self.left()
-        minutes = (time.monotonic() - self.began) / self.ended * left / 60
-        told = f"{job.experiment}: {own - self.left(job.experiment)} of {own} runs done"
-        say(f"{told}; {left} of all runs left, about {minutes:,.0f} min")
+    def rows(self) -> list[list[str]]:
+        """Return for each experiment: runs done, runs left, and when its last one will end."""
+        rows, minutes, processes = list[list[str]](), 0.0, self.how.jobs or workers.cores()
+        for name in self.names:
+            done = self.done(name)
+            left = sum(job.experiment == name for job in self.jobs) - len(done)
+            # a run that was stopped in between took longer than the others: the median does not mind
+            minutes += left * (median(done) if done else math.inf) / processes if left else 0
+            rows.append([name, str(len(done)), str(left), _clock(minutes) if left else "-"])
+        return rows
+
+    def show(self) -> None:
+        """Print a table of all experiments."""
+        table(f"Runs in {self.runs}", ["Experiment", "Done", "Left", "Ends"], self.rows())
+
+    def after(self, job: Job) -> str:
+        """Return how far the experiment of a job that has ended is."""
+        name, done, left, end = next(row for row in self.rows() if row[0] == job.experiment)
+        return f"{name}: {done} runs done, {left} left, ends {end}"
+
+
+def _clock(minutes: float) -> str:
+    if math.isinf(minutes):
+        return "not known yet"
+    return time.strftime("about %a %H:%M", time.localtime(time.time() + 60 * minutes))

@@ -29,12 +29,12 @@ class Screen(Console):
 
 
 def say(text: str) -> None:
-    """A line of results, never cut."""
+    """Print a line of results, never cut."""
     Screen().print(text, markup=False, soft_wrap=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Rows under a title and the names of their columns."""
+    """Print rows under a title and the names of their columns."""
     say(title)
     drawn = Table(*(Column(name, overflow="fold") for name in columns))
     for row in rows:
@@ -43,20 +43,18 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def show_notes(notes: Sequence[str]) -> None:
-    """What a reader should know besides, apart from the results."""
+    """Print what a reader should know besides, apart from the results."""
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
 
 
 def show_report(built: Report) -> None:
-    """The verdict on every claim, and where the page is."""
-    from ..reports import records, verdicts
-
+    """Print the verdict on every claim, and where the page is."""
     show_notes(built.notes)
-    for record in map(records.load, built.records):
-        rows = [[claim["text"], verdicts.in_words(claim), claim["measured"]] for claim in record["claims"]]
-        title = f"{record['experiment']}, {records.badge(record)}: {record['data']['label']}"
-        table(title, ["Claim", "Verdict", "Measured"], rows)
+    for section in (section for section in built.sections if section.claims):
+        rows = [[claim["text"], claim["word"], claim["measured"], claim["reason"]] for claim in section.claims]
+        title = f"{section.heading}, {section.badge}: {section.data}"
+        table(title, ["Claim", "Verdict", "Measured", "Why"], rows)
     if any(built.stand_in):
         say(f"claims on stand-in data, which say nothing about the real data: {built.stand_in}")
     if any(built.real) or not any(built.stand_in):

@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -23,6 +22,7 @@ from ..experiment import Job
 from ..runs.progress import Reporter, replay
 from .jobs import How, processes, rank
 
+PROGRAM = ("-m", "lamina.lab.cli.worker")
 SHARED = ("device", "engine", "together", "resume", "restart", "keep_best")  # options that training itself reads
 
 
@@ -31,15 +31,42 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def carry_out(jobs: Sequence[Job], how: How, named: Callable[[Job], str], after: Callable[[Job], Any] = id) -> int:
-    """Train the jobs and return the exit code; ``named`` gives their names on the screen, ``after`` hears of each."""
+def carry_out(
+    jobs: Sequence[Job], how: How, named: Callable[[Job], str], after: Callable[[Job], str] | None = None
+) -> int:
+    """Train the jobs and return the exit code.
+
+    named: names on the screen. after: what to say when a job has ended; jobs on a CPU go to worker processes then.
+    """
     console = Console(stderr=True, highlight=False, quiet=how.quiet or rank() > 0)
-    limit = how.jobs or (1 if processes() > 1 or how.uses_cuda() else min(cores(), len(jobs)))
-    with Reporter(console) as say:
-        if min(limit, len(jobs)) > 1:
-            return Pool(jobs, options(how), limit, say, named, after, how.hours).run()
+    alone = processes() > 1 or (how.uses_cuda() and how.jobs is None)
+    limit = 1 if alone else min(how.jobs or cores(), len(jobs))
+    with Reporter(console) as say, _time_limit(how.hours, say):
+        if limit > 1 or (after and not alone):
+            return Pool(jobs, options(how), limit, say, named, after or (lambda job: "")).run()
         train_here(jobs, options(how), say)
     return 0
+
+
+@contextlib.contextmanager
+def _time_limit(hours: float, say: Reporter) -> Iterator[None]:
+    """Send this process SIGTERM after so long: every run saves a checkpoint and ends."""
+
+    over = threading.Event()
+
+    def wait() -> None:
+        over.wait(min(3600 * hours, threading.TIMEOUT_MAX))
+        while not over.is_set() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # nobody listens yet
+            over.wait(0.05)
+        if not over.is_set():
+            say.line(f"{hours:g} hours are over: every run saves a checkpoint")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def options(how: How) -> dict[str, Any]:
@@ -55,10 +82,11 @@ def train_here(jobs: Sequence[Job], settings: dict[str, Any], say: Reporter) -> 
 
 
 class Stopped(Exception):
-    """A signal or the time limit asked for the end; every worker has ended."""
+    """The end that a signal asked for; every worker has ended."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"{signal.Signals(number).name}: runs that had begun saved a checkpoint, go on with --resume")
+    def __init__(self, number: int, resume: bool) -> None:
+        remedy = "the same command goes on" if resume else "go on with --resume"
+        super().__init__(f"{signal.Signals(number).name}: runs that had begun saved a checkpoint, {remedy}")
         self.exit_code = 128 + number
 
 
@@ -79,15 +107,13 @@ class Pool:
     limit: int
     say: Reporter
     named: Callable[[Job], str]
-    after: Callable[[Job], Any] = id
-    hours: float = 0.0  # 0: no limit
+    after: Callable[[Job], str]
     codes: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)  # signals that came, in their order
 
     def __post_init__(self) -> None:
         self._waiting, self._workers = list(self.jobs), list[_Worker]()
         self._events: queue.Queue[tuple[_Worker, str]] = queue.Queue()
-        self._end = time.monotonic() + 3600 * self.hours if self.hours else float("inf")
 
     def run(self) -> int:
         """Carry out every job; return the worst exit code."""
@@ -103,7 +129,7 @@ class Pool:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self.asked:
-            raise Stopped(self.asked[0])
+            raise Stopped(self.asked[0], bool(self.settings["resume"]))
         return max(self.codes, default=0)
 
     def _busy(self) -> list[_Worker]:
@@ -124,7 +150,7 @@ class Pool:
         # A session of its own: Ctrl-C reaches the parent alone, which passes it on once. A second would end a worker
         # before its checkpoint is written.
         process = subprocess.Popen(
-            [sys.executable, "-m", "lamina.lab.cli.worker"],
+            [sys.executable, *PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -148,9 +174,6 @@ class Pool:
 
     def _pass_on_signals(self) -> None:
         """Pass the first signal on, which asks for a checkpoint; a second one waits for nothing."""
-        if time.monotonic() > self._end and not self.asked:
-            self.say.line(f"{self.hours:g} hours are over: every run saves a checkpoint")
-            self.asked.append(signal.SIGTERM)
         for worker in self._busy():
             if self.asked and not worker.told:
                 worker.process.send_signal(self.asked[0])
@@ -186,14 +209,14 @@ class Pool:
         job, worker.job = worker.job, None
         self.codes.append(code)
         name = self.named(job)
+        if self.asked and code:
+            self.say.end(name, "stopped")
+            return
         if text:
-            self.say.line(f"{name}: {text}")
-        failed = sum(map(bool, self.codes))
-        told = f"{len(self.codes)} of {len(self.jobs)} runs have ended" + (
-            f", {failed} of them failed" if failed else ""
-        )
-        self.say.end(name, f"{'done' if code == 0 else 'not finished'}; {told}")
-        self.after(job)
+            self.say.line(f"{name}: {text.removeprefix(f'{job.label}: ')}")
+        failed = f", {sum(map(bool, self.codes))} of them failed" if any(self.codes) else ""
+        told = f"{len(self.codes)} of {len(self.jobs)} runs have ended{failed}"
+        self.say.end(name, "; ".join(filter(None, ["done" if code == 0 else "not finished", told, self.after(job)])))
 
     def _bury(self) -> None:
         """Take note of workers that died at work; another one is started for the jobs that are left."""
@@ -202,7 +225,7 @@ class Pool:
             self._relay(wait=0.001)
             code = worker.process.returncode
             unasked = f"ended by {signal.Signals(-code).name}, which nobody here sent (out of memory?)"
-            self._finished(worker, 1, "" if code >= 0 or self.asked else unasked)
+            self._finished(worker, 1, "" if code >= 0 else unasked)
             self._workers.remove(worker)
             _close(worker)
 

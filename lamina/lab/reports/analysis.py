@@ -1,9 +1,11 @@
-"""Everything that ``lamina analyse`` shows: the numbers, worked out anew, then pictures and tables of them."""
+"""Everything that ``lamina analyse`` shows: numbers computed anew, and their pictures and tables."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from ...layers import Linear
 from ..data import registry
 from . import analysis_pictures as pictures
 from .analysis_pictures import TITLES, Picture
-from .figures import COLOURS
 from .page import rendered
 
 NORMS: dict[str, str | None] = {"batch": "batch", "weight": "weight", "layer": "layer", "none": None}
@@ -43,11 +44,12 @@ class Study:
     ) -> None:
         self.pictures.append(picture)
         if rows:
-            self.tables[picture.name] = [{"caption": told, "columns": list(columns), "rows": [list(r) for r in rows]}]
+            table = {"caption": told, "columns": list(columns), "rows": [list(row) for row in rows]}
+            self.tables[picture.drawing.name] = [table]
 
 
 def study(seed: int = 0, done: Callable[[str], None] = lambda part: None) -> Study:
-    """All parts, one after another; ``done`` hears of each."""
+    """Compute all parts one after another; ``done`` hears of each."""
     found = Study()
     for part in (_invariances, _fisher, _divergence, _rates, _training, _noise):
         torch_state = torch.random.get_rng_state()
@@ -61,18 +63,18 @@ def study(seed: int = 0, done: Callable[[str], None] = lambda part: None) -> Stu
 
 
 def write(found: Study, out: Path, seed: int) -> list[Path]:
-    """analysis.html and one SVG for each picture."""
-    colours = list(enumerate(COLOURS))
-    page = rendered("analysis.html.j2", pictures=found.pictures, tables=found.tables, seed=seed, colours=colours)
+    """Write analysis.html and one SVG for each picture."""
+    page = rendered("analysis.html.j2", pictures=found.pictures, tables=found.tables, seed=seed)
     out.mkdir(parents=True, exist_ok=True)
-    files = {"analysis.html": page, **{f"analysis-{p.name}.svg": p.svg for p in found.pictures}}
+    drawings = [picture.drawing for picture in found.pictures]
+    files = {"analysis.html": page, **{f"analysis-{drawn.name}.svg": drawn.svg for drawn in drawings}}
     for name, text in files.items():
         (out / name).write_text(text.rstrip() + "\n", encoding="utf-8")
     return [out / name for name in files]
 
 
 def _layers(inputs: int, units: int) -> dict[str, Linear]:
-    """One layer of each kind, with the same random weights, and gains and biases near their usual values."""
+    """Return one layer of each kind, with the same random weights, and gains and biases near their usual values."""
     found = {}
     weight, gain, bias = torch.randn(units, inputs).double(), 1 + 0.2 * torch.randn(units), 0.3 * torch.randn(units)
     for name, norm in NORMS.items():
@@ -85,26 +87,22 @@ def _layers(inputs: int, units: int) -> dict[str, Linear]:
     return found
 
 
-# The parts.
+# The parts
 
 
 def _invariances(found: Study, seed: int) -> None:
     exact, loose = invariance_table(seed=seed), invariance_table(seed=seed, eps=1e-5)
     names = list(dict.fromkeys(e.transform for e in exact.rows))
     cells = {
-        norm: [
-            (exact.entry(name, NORMS[norm]).deviation, exact.entry(name, NORMS[norm]).paper == "invariant")
-            for name in names
-        ]
-        for norm in NORMS
+        norm: [(e.deviation, e.paper == "invariant") for e in (exact.entry(name, value) for name in names)]
+        for norm, value in NORMS.items()
     }
     rows = []
     for name in names:
         entries = [loose.entry(name, norm) for norm in NORMS.values()]
-        rows.append(
-            [name, *(f"{e.deviation:.1e}" + (f" of {e.predicted:.1e}" if e.predicted else "") for e in entries)]
-        )
-    told = "The same with eps = 1e-5: the change, and the most that eps alone explains"
+        shown = (f"{e.deviation:.1e}" + (f" (eps: {e.predicted:.1e})" if e.predicted else "") for e in entries)
+        rows.append([name, *shown])
+    told = "The same with eps = 1e-5: the change of the output, and in brackets the largest change that eps explains"
     found.add(pictures.invariance_map(names, cells), ["", *(TITLES[n] for n in NORMS)], rows, told)
 
 
@@ -123,12 +121,11 @@ def _fisher(found: Study, seed: int) -> None:
         null = int((values < 1e-10 * values[-1]).sum())
         printed = fisher(layers[name], x, "bernoulli", "printed")
         off = float((printed - matrix).norm() / matrix.norm())
-        rows.append(
-            [TITLES[name], str(len(matrix)), str(null), str(null_directions(layers[name]).shape[1]), f"{off:.1e}"]
-        )
-    columns = ["", "parameters", "null directions of F", "known beforehand", "printed formula is off by"]
+        derived = null_directions(layers[name]).shape[1]
+        rows.append([TITLES[name], str(len(matrix)), str(null), str(derived), f"{off:.1e}"])
+    columns = ["", "parameters", "null directions found", "null directions derived", "relative error of the printed F"]
     drawn = pictures.fisher_maps({name: m.numpy() for name, m in matrices.items()}, edges)
-    found.add(drawn, columns, rows, "Logistic outputs, 4 inputs, 3 units, 400 cases")
+    found.add(drawn, columns, rows, "One layer of 4 inputs and 3 logistic outputs, 400 cases")
 
 
 def _divergence(found: Study, seed: int) -> None:
@@ -153,15 +150,15 @@ def _rates(found: Study, seed: int) -> None:
             angles[optimiser][name] = rate.angle
             if optimiser == "sgd":
                 rows.append([TITLES[name], *(f"{v:.4g}" for v in (rate.weights[1], rate.gain[1], rate.gradient[1]))])
-    columns = ["", "F of the weights", "F between weights and gain", "gradient"]
-    told = "What twice the norm of the weights does: 1/4, 1/2 and 1/2 with a norm (the paper prints 1/2 for the first)"
+    columns = ["", "F among weights", "F between weights and gains", "gradient"]
+    told = "Factors when the weights double: 1/4, 1/2 and 1/2 by theory (the paper prints 1/2 for the first)"
     found.add(pictures.rates(SCALES, angles), columns, rows, told)
 
 
 def _training(found: Study, seed: int) -> None:
-    images = registry.load("mnist", "embedded").arrays
-    x = torch.tensor(images["train_x"]).flatten(1).double() / 255
-    y = torch.tensor(images["train_y"]).long()
+    images = registry.load("mnist", "embedded")
+    x = torch.tensor(images.arrays["train_x"]).flatten(1).double() / 255
+    y = torch.tensor(images.arrays["train_y"]).long()
     history, rows = {}, []
     for name, norm in NORMS.items():
         torch.manual_seed(seed)
@@ -169,18 +166,19 @@ def _training(found: Study, seed: int) -> None:
         model = nn.Sequential(hidden, nn.Linear(32, 10, dtype=torch.float64))
         history[name], loss = _trained(model, x, y, torch.Generator().manual_seed(seed))
         norms, angles = history[name]["norm"], history[name]["angle"]
-        rows.append(
-            [TITLES[name], f"{norms[-1] / norms[0]:.2f}", f"{angles[0]:.4f}", f"{angles[-1]:.4f}", f"{loss:.3f}"]
-        )
-    columns = ["", "norm at the end, relative", "angle, first ten updates", "last ten", "loss, last ten"]
-    told = "Hidden layer of 32 units, scikit-learn's digits, plain gradient descent"
+        shorter = f"{sum(after < before for before, after in pairwise(norms))} of {UPDATES}"
+        ends = (f"{angles[0]:.4f}", f"{angles[-1]:.4f}", f"{loss:.3f}")
+        rows.append([TITLES[name], f"{norms[-1] / norms[0]:.2f}", shorter, *ends])
+    columns = ["", "norm at the end, relative", "updates that made it shorter"]
+    columns += ["angle, first ten updates", "angle, last ten", "loss, last ten"]
+    told = f"Hidden layer of 32 units, plain gradient descent on {images.label}"
     found.add(pictures.training(history), columns, rows, told)
 
 
 def _trained(
     model: nn.Sequential, x: Tensor, y: Tensor, generator: torch.Generator
 ) -> tuple[dict[str, list[float]], float]:
-    """Norm and angle of the first layer's weight at each update, and the last losses."""
+    """Return norm and angle of the first layer's weight at each update, and the mean of the last losses."""
     optimiser, tracker, losses = torch.optim.SGD(model.parameters(), lr=1.0), Tracker(model, names=["0.weight"]), []
     for _ in range(UPDATES):
         cases = torch.randint(len(x), (32,), generator=generator)
@@ -202,9 +200,16 @@ def _noise(found: Study, seed: int) -> None:
     for size in BATCHES:
         _, spread = noise.batch_errors(population, size, 4000, generator)
         draws[size] = spread.rsqrt().flatten().numpy()
-        seen = noise.measured_noise(population, size, 2000, generator)
-        expected = (seen.expected_scale_sd(), seen.expected_scale_sd("printed"))
-        numbers = (seen.spread_variance, seen.scale_sd, *expected)
-        rows.append([str(size), *(f"{v:.3g}" for v in numbers)])
-    columns = ["batch", "N times the variance (2, printed 1)", "deviation of sigma / sigma~", "with 2/N", "as printed"]
-    found.add(pictures.noise(draws), columns, rows, "Sampling noise of the deviation")
+        seen = noise.measured_noise(population, size, 8000, generator)
+        expected = (exact_deviation(size), seen.expected_scale_sd(), seen.expected_scale_sd("printed"))
+        rows.append([str(size), *(f"{v:.3g}" for v in (seen.scale_sd, *expected, seen.spread_variance))])
+    columns = ["batch size N", "deviation of sigma / sigma~", "exact", "by 2/N", "by 1/N, as printed"]
+    columns += ["N times the variance of sigma~² / sigma²"]
+    told = "Sampling noise, measured and predicted. Exact: for normal inputs. By 2/N and 1/N: to first order in 1/N"
+    found.add(pictures.noise(draws), columns, rows, told)
+
+
+def exact_deviation(size: int) -> float:
+    """Return the deviation of sigma / sigma~ for batches of normal inputs, whose variance is chi-squared / N."""
+    mean = math.exp(math.lgamma(size / 2 - 1) - math.lgamma((size - 1) / 2)) * math.sqrt(size / 2)
+    return math.sqrt(size / (size - 3) - mean**2)

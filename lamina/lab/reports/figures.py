@@ -1,350 +1,412 @@
-"""Figures like the paper's: one line for each variant, mean over seeds, band from the lowest seed to the highest."""
+"""Figures of an experiment's runs: curves like the paper's, profiles, bars, tables and galleries of pictures."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-import textwrap
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import partial
+from html import escape
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..results import series_of
+from ..statistics import shown
 from . import records, verdicts
+from .claim_figures import draw_claims, draw_levels, title_of
+from .drawings import (  # fmt: skip
+    COLOURS,
+    DASHES,
+    INK,
+    MARKERS,
+    WIDTH,
+    Drawing,
+    Key,
+    Part,
+    drawing,
+    plain_number,
+    plain_ticks,
+    shortened,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
     from numpy.typing import NDArray
 
     from ..experiment import Figure, Panel, Sheet
 
-    Points = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
+    Array = NDArray[np.float64]
+    Points = tuple[Array, Array, Array]
+    Run = Mapping[str, Any]
+    Limits = tuple[float, float] | None
 
-# Okabe and Ito's colours, told apart under every common colour blindness; the second of each pair is for dark pages.
-COLOURS = (
-    ("#0072b2", "#5ab0ee"),
-    ("#d55e00", "#ff8c42"),
-    ("#009e73", "#2ec9a0"),
-    ("#cc79a7", "#eaa6cb"),
-    ("#7a6a00", "#d8c64a"),
-    ("#5b5b5b", "#b9b9b9"),
-)
-FIRST = ("layer", "batch", "none", "weight")  # these look the same in every experiment; others take what is left
-DASHES = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 1.5, 2)), (0, (4, 1.5, 1.5, 1.5, 1.5, 1.5)), (0, (10, 3)))
-MARKERS = ("o", "s", "^", "D", "v", "P")
-# Stand-ins that no other part of a drawing uses: a page's style sheet takes their place there.
-INK, GRID = "#1b1b1d", "#d9d9de"
-# Text stays text: files are a third of the size, readers can search and select it, and screen readers see it. DejaVu,
-# which the layout is measured with, is wider than what browsers fall back to, so nothing overlaps where it is absent.
-FONT = "'DejaVu Sans', Verdana, 'Segoe UI', sans-serif"
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "lamina",  # element names, random otherwise: the same record must give the same bytes
-    "font.family": ["DejaVu Sans"],
-    "font.size": 10,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "text.parse_math": False,  # a dollar sign in a label is a dollar sign
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-}
+__all__ = ["Drawing", "draw", "draw_claims", "draw_levels", "panel_lines"]
+_X_LABELS = {"update": "updates", "epoch": "epochs"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One variant in one panel: the mean of finished runs with its band, and unfinished runs one by one."""
+    """One variant in one panel: values of finished runs, a row each, and unfinished runs one by one."""
 
     label: str
-    norm: int
-    x: NDArray[np.float64]
-    runs: NDArray[np.float64]  # one row for each finished seed
-    loose: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = field(default_factory=list)
-    dash: int = 0
+    note: str  # "n=5, 1 unfinished"
+    look: Mapping[str, Any]
+    runs: Sequence[Run]  # the finished ones
+    x: Array = field(default_factory=lambda: np.empty(0))
+    rows: Array = field(default_factory=lambda: np.empty((0, 0)))
+    loose: Sequence[tuple[Array, Array]] = ()
 
+    def mean(self, log: bool) -> Array:
+        """Return the mean over seeds: the geometric one for a logarithmic axis."""
+        if not log:
+            return np.asarray(self.rows.mean(axis=0))
+        return np.asarray(np.exp(np.log(np.where(self.rows > 0, self.rows, np.nan)).mean(axis=0)))
 
-@dataclass(frozen=True)
-class Drawing:
-    """A figure as one file, and as panels for a page, where they may stand below each other."""
-
-    name: str
-    title: str
-    alt: str
-    svg: str
-    panels: tuple[str, ...]
+    @property
+    def values(self) -> Array:
+        """Return every value that is drawn."""
+        return np.concatenate([self.rows.ravel(), *(y for _, y in self.loose)])
 
 
 def draw(record: records.Record, sheet: Sheet, figure: Figure) -> Drawing:
-    """The figure of the record's runs; every part carries the label of the data."""
-    name = f"{records.name(record)}-{figure.name}"
-    data = str(record["data"].get("label", record["data"]["name"]))
-    title = f"{sheet.title}: {data}"
-    badge = records.badge(record)
+    """Draw a figure from the record's runs."""
     lines = [panel_lines(record, sheet, panel) for panel in figure.panels]
-    alts = [_describe(panel, drawn, data) for panel, drawn in zip(figure.panels, lines)]
-    with plain_style():
-        row = _canvas(figure.panels, lines, f"{title} [{badge}]")
-        limits = _share_limits(row, figure.panels)
-        single = [_canvas([panel], [drawn], "", f"{badge}: {data}") for panel, drawn in zip(figure.panels, lines)]
-        for canvas, limit in zip(single, limits):
-            canvas.axes[0].set_ylim(limit)
-        for ax in (ax for canvas in (row, *single) for ax in canvas.axes if ax.get_yscale() == "log"):
-            _log_ticks(ax)  # now that the limits stand
-        whole, parts = rendered(row), [rendered(canvas) for canvas in single]
-    panels = tuple(for_page(svg, f"{name}-{i}", alt) for i, (svg, alt) in enumerate(zip(parts, alts)))
-    alt = f"{title} [{badge}]. " + " ".join(alts)
-    return Drawing(name, title, alt, for_file(whole, alt), panels)
+    limits = shared_limits(figure.panels, lines)
+    parts = [_PARTS[panel.kind](panel, *drawn, sheet) for panel, *drawn in zip(figure.panels, lines, limits)]
+    with_legend = [drawn for panel, drawn in zip(figure.panels, lines) if panel.kind in ("curve", "profile")]
+    return drawing(f"{records.name(record)}-{figure.name}", title_of(record, sheet), parts, _keys(with_legend))
 
 
-# What is drawn
+def _keys(panels: Sequence[Sequence[Line]]) -> list[Key]:
+    """Return one entry for each variant, whatever the number of panels that show it."""
+    notes: dict[str, dict[str, None]] = {}
+    looks = {}
+    for line in (line for lines in panels for line in lines):
+        notes.setdefault(line.label, {})[line.note] = None
+        looks[line.label] = line.look
+    return [Key(f"{label} ({'; '.join(told)})", looks[label]) for label, told in notes.items()]
+
+
+# The runs of a panel
 
 
 def panel_lines(record: records.Record, sheet: Sheet, panel: Panel) -> list[Line]:
-    """The lines of one panel, in the sheet's order of norms."""
-    lines: list[Line] = []
-    norms = [*FIRST, *(norm for norm in sheet.norms if norm not in FIRST)]
-    for settings, runs in verdicts.variants(record, sheet):
+    """Return the lines of one panel, in the sheet's order of variants."""
+    groups = verdicts.variants(record, sheet)
+    further = list(dict.fromkeys(_further(sheet, settings, panel) for settings, _ in groups))
+    lines = []
+    for settings, runs in groups:
         chosen = [run for run in runs if all(run["config"].get(k) == v for k, v in panel.where.items())]
-        norm = norms.index(settings["norm"]) if settings.get("norm") in norms else len(norms)
-        line = _line(verdicts.label(sheet, settings, panel.where), norm, chosen, panel)
-        lines += [line] if line is not None else []
-    return _dashed(lines)
+        look = _look(sheet, settings, further.index(_further(sheet, settings, panel)))
+        lines.append(_line(verdicts.label(sheet, settings, panel.where), look, chosen, panel))
+    return [line for line in lines if line is not None]
 
 
-def _dashed(lines: Sequence[Line]) -> list[Line]:
-    """Colour and marker tell norms apart; dashes do too, or tell a norm's lines apart where it has several."""
-    seen: Counter[int] = Counter()
-    if len({line.norm for line in lines}) == len(lines):
-        return [replace(line, dash=line.norm) for line in lines]
-    dashed = []
-    for line in lines:
-        dashed.append(replace(line, dash=seen[line.norm]))
-        seen[line.norm] += 1
-    return dashed
+def _further(sheet: Sheet, settings: Mapping[str, Any], panel: Panel) -> str:
+    """Return the settings, besides the first axis', that tell lines of this panel apart."""
+    known = {*panel.where, *sheet.vary[:1]}
+    return repr({key: value for key, value in settings.items() if key not in known})
 
 
-def _line(label: str, norm: int, runs: Sequence[Mapping[str, Any]], panel: Panel) -> Line | None:
-    finished = [pair for run in runs if run["finished"] and (pair := _points(run, panel)) is not None]
-    loose = [pair[1:] for run in runs if not run["finished"] and (pair := _points(run, panel)) is not None]
+def _look(sheet: Sheet, settings: Mapping[str, Any], dash: int) -> dict[str, Any]:
+    """Return colour and marker by the first axis, in its order of labels, and dashes by the others."""
+    first = sheet.axes[0]
+    labels = list(first.labels)
+    value = settings.get(first.setting)
+    place = labels.index(value) if value in labels else len(labels)
+    look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+    return {**look, "markersize": 4.5, "linestyle": DASHES[dash % len(DASHES)]}
+
+
+def _line(label: str, look: Mapping[str, Any], runs: Sequence[Run], panel: Panel) -> Line | None:
+    done, begun = ([run for run in runs if run["finished"] is state] for state in (True, False))
+    if panel.kind not in ("curve", "profile"):
+        return Line(label, _note(len(done), len(begun)), look, done) if runs else None
+    finished, loose = ([p for run in part if (p := _points(run, panel)) is not None] for part in (done, begun))
     if not finished and not loose:
         return None
     x, rows = _aligned(finished)
-    if finished and not x.size:  # evaluated at different times, so there is no mean to draw
-        return Line(
-            f"{label} ({_count(finished, loose)}, no common times)",
-            norm,
-            x,
-            rows,
-            [p[1:] for p in finished] + loose,
-        )
-    return Line(f"{label} ({_count(finished, loose, rows)})", norm, x, rows, loose)
+    alone = [(x, y) for _, x, y in loose]
+    if finished and not x.size:  # evaluated at different updates, so there is no mean to draw
+        note = f"{_note(len(finished), len(loose))}, no common times"
+        return Line(label, note, look, done, loose=[(x, y) for _, x, y in finished] + alone)
+    broken = int(np.sum(~np.isfinite(rows).all(axis=1)))
+    return Line(label, _note(len(finished), len(loose), broken), look, done, x, rows, alone)
 
 
-def _count(finished: Sequence[Any], loose: Sequence[Any], rows: NDArray[np.float64] | None = None) -> str:
-    parts = [f"n={len(finished)}"] if finished else []
-    if loose:
-        parts.append(f"{len(loose)} unfinished" if finished else f"unfinished, {len(loose)} begun")
-    broken = 0 if rows is None else int(np.sum(~np.isfinite(rows).all(axis=1))) if rows.size else 0
+def _note(finished: int, begun: int, broken: int = 0) -> str:
+    parts = [f"n={finished}"] if finished else []
+    if begun:
+        parts.append(f"{begun} unfinished" if finished else f"unfinished, {begun} begun")
     return ", ".join(parts + ([f"{broken} not finite"] if broken else []))
 
 
-def _points(run: Mapping[str, Any], panel: Panel) -> Points | None:
-    """(place, x, y) of one run: the place, step or index, is what seeds are averaged at."""
-    source = run["curve"] if panel.kind == "curve" else run["extras"]
-    x, y = (np.array(source.get(key) or [], dtype=np.float64) for key in (panel.x, panel.y))  # None becomes NaN
-    if not x.size or x.shape != y.shape or x.ndim != 1:
-        return None
-    place = np.array(source["step"], dtype=np.float64) if panel.kind == "curve" else x
-    return place, x, y
+def _points(run: Run, panel: Panel) -> Points | None:
+    """Return (place, x, y) of one run: the place, an update or an index, is what seeds are averaged at."""
+    if panel.kind == "profile":
+        x, y = (np.array(run["extras"].get(key) or [], dtype=np.float64) for key in (panel.x, panel.y))
+        place = x
+    else:
+        series = run["series"].get(panel.y) or {"update": [], "value": []}
+        place, y = (np.array(series[key], dtype=np.float64) for key in ("update", "value"))  # None becomes NaN
+        x = place if panel.x == "update" else _at_updates(run, panel.x, series["update"])
+    return (place, x, y) if x.shape == y.shape and np.isfinite(x).any() else None
 
 
-def _aligned(runs: Sequence[Points]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean x, and y with a row for each run, at the places that all runs have."""
+def _at_updates(run: Run, name: str, updates: Sequence[int]) -> Array:
+    """Return another series of the run, such as its epochs, at these updates."""
+    series = run["series"].get(name) or {"update": [], "value": []}
+    known = dict(zip(series["update"], series["value"]))
+    return np.array([known.get(update) for update in updates], dtype=np.float64)
+
+
+def _aligned(runs: Sequence[Points]) -> tuple[Array, Array]:
+    """Return mean x, and y with a row for each run, at the places that all runs have."""
     if not runs:
         return np.empty(0), np.empty((0, 0))
     shared = sorted(set.intersection(*(set(place.tolist()) for place, _, _ in runs)))
     picks = [np.isin(place, shared) for place, _, _ in runs]
-    x = np.array([x[pick] for (_, x, _), pick in zip(runs, picks)]).reshape(len(runs), -1)
-    y = np.array([y[pick] for (_, _, y), pick in zip(runs, picks)]).reshape(len(runs), -1)
+    x, y = (np.array([run[part][pick] for run, pick in zip(runs, picks)]) for part in (1, 2))
     return x.mean(axis=0), y
 
 
-def _describe(panel: Panel, lines: Sequence[Line], data: str) -> str:
-    """What a reader who cannot see the panel should know."""
+# Curves and profiles
+
+
+def shared_limits(panels: Sequence[Panel], lines: Sequence[Sequence[Line]]) -> list[Limits]:
+    """Return the vertical limits of each panel; panels of one metric share theirs, for they are to be compared."""
+    groups: dict[Any, list[float]] = {}
+    for panel, drawn in zip(panels, lines):
+        values = [line.values for line in drawn] + [np.array([*panel.references.values()])]
+        if panel.kind in ("curve", "profile"):
+            told = np.concatenate(values)
+            usable = np.isfinite(told) & ((told > 0) | (not panel.log))
+            groups.setdefault((panel.kind, panel.y, panel.log), []).extend(told[usable])
+    return [panel.y_limits or _around(groups.get((panel.kind, panel.y, panel.log), []), panel.log) for panel in panels]
+
+
+def _around(values: Sequence[float], log: bool) -> Limits:
+    if not values:
+        return None
+    if log:
+        low, high = _around(np.log(values).tolist(), False) or (0.0, 0.0)
+        return math.exp(low), math.exp(high)
+    low, high = min(values), max(values)
+    margin = max(0.05 * (high - low), 0.01 * abs(high)) or 1.0
+    return low - margin, high + margin
+
+
+def _curves(panel: Panel, lines: Sequence[Line], limits: Limits, sheet: Sheet) -> Part:
+    x_label = panel.x_label or _X_LABELS.get(panel.x, panel.x)
     scale = ", logarithmic axis" if panel.log else ""
-    ends = [f"{line.label} ends at {line.runs[:, -1].mean():.3g}" for line in lines if line.runs.size]
+    ends = [f"{line.label} ends at {line.mean(panel.log)[-1]:.3g}" for line in lines if line.rows.size]
     ends = [end.replace("ends at nan", "ends with a value that is not finite") for end in ends]
-    begun = [line.label for line in lines if not line.runs.size]
-    told = "; ".join(ends + begun) or "no runs yet"
-    return f"{panel.title}: {panel.y_label} against {panel.x_label}{scale}, {data}. {told}."
+    told = "; ".join(ends + [line.label for line in lines if not line.rows.size]) or "no runs yet"
+    alt = shortened(f"{panel.title}: {panel.y_label} against {x_label}{scale}. {told}.")
+    return Part(panel.title, alt, partial(_paint, panel=panel, lines=lines, limits=limits, x_label=x_label))
 
 
-# How it is drawn
+def _paint(ax: Axes, panel: Panel, lines: Sequence[Line], limits: Limits, x_label: str) -> None:
+    from matplotlib.ticker import FuncFormatter
 
-
-@contextmanager
-def plain_style() -> Iterator[None]:
-    """Matplotlib's own defaults and ours: a user's matplotlibrc must not change a report."""
-    import matplotlib
-    from matplotlib import style
-
-    with style.context("default"), matplotlib.rc_context(_STYLE):
-        yield
-
-
-def _canvas(panels: Sequence[Panel], lines: Sequence[Sequence[Line]], title: str, note: str = "") -> Canvas:
-    from matplotlib.figure import Figure as Canvas
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    columns = len(panels) if len(panels) < 4 else 2  # four in a row are too small to read in a column of text
-    rows = math.ceil(len(panels) / columns)
-    height = 3.1 + 0.22 * max(len(drawn) for drawn in lines) + 0.14 * _wrapped(note, 52).count("\n")
-    spaced = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
-    canvas = Canvas(figsize=(4.5 * columns, height * rows + (0.35 if title else 0.0)), layout=spaced)
-    if title:
-        canvas.suptitle(_wrapped(title, 60 * columns), fontsize=11.5)
-    for place, (panel, drawn) in enumerate(zip(panels, lines), start=1):
-        ax = canvas.add_subplot(rows, columns, place)
-        _name(ax, panel.title, note)
-        _fill(ax, panel, drawn)
-    return canvas
-
-
-def _name(ax: Axes, title: str, note: str) -> None:
-    """The title, and under it, smaller, the note."""
-    below = _wrapped(note, 52)
-    ax.set_title(title + "\n" * (below.count("\n") + 1 if note else 0), loc="left")
-    if note:
-        small = ax.annotate(below, (0, 1), (0, 6), "axes fraction", "offset points", fontsize=8.5)
-        small.set_in_layout(False)  # a long label may stand over the margin, but not make the axes narrow
-
-
-def _wrapped(text: str, width: int) -> str:
-    return "\n".join(textwrap.wrap(text, width)) or text
-
-
-def _share_limits(canvas: Canvas, panels: Sequence[Panel]) -> list[tuple[float, float]]:
-    """Panels of one metric get one vertical axis: they stand side by side to be compared."""
-    shared: dict[tuple[str, str, bool], list[Axes]] = {}
-    for ax, panel in zip(canvas.axes, panels):
-        if panel.y_limits is None and ax.lines:
-            shared.setdefault((panel.kind, panel.y, panel.log), []).append(ax)
-    for group in shared.values():
-        ends = [ax.get_ylim() for ax in group]
-        for ax in group:
-            ax.set_ylim(min(low for low, _ in ends), max(high for _, high in ends))
-    return [ax.get_ylim() for ax in canvas.axes]
-
-
-def _fill(ax: Axes, panel: Panel, lines: Sequence[Line]) -> None:
-    ax.set_xlabel(panel.x_label)
-    ax.set_ylabel(_wrapped(panel.y_label, 26))
-    ax.grid(True, color=GRID, linewidth=0.7)
+    ax.set_xlabel(x_label)
+    ax.set_ylabel(wrapped(panel.y_label, 26))
+    ax.grid(True)
     if not lines:
         ax.text(0.5, 0.5, "no runs yet", transform=ax.transAxes, ha="center")
         return
-    for line in lines:
-        _draw_line(ax, line)
-    if all(np.array_equal(x, np.round(x)) for line in lines for x in (line.x, *(x for x, _ in line.loose))):
-        ax.locator_params("x", integer=True)  # no 2.5th epoch, no pixel 0.75 from the border
-    if panel.log and any(np.any(part > 0) for line in lines for part in (line.runs, *(y for _, y in line.loose))):
-        ax.set_yscale("log", nonpositive="mask")
-    if panel.y_limits is not None:
-        ax.set_ylim(*panel.y_limits)
-    _legend(ax)
+    for place, line in enumerate(lines):
+        _draw_line(ax, line, place, panel.log)
+    if panel.log_x:
+        ax.set_xscale("log", nonpositive="mask")
+        plain_ticks(ax.xaxis, *ax.get_xlim())
+    else:
+        whole = all(np.array_equal(x, np.round(x)) for line in lines for x in (line.x, *(x for x, _ in line.loose)))
+        ax.locator_params("x", nbins=6, integer=whole)  # no 2.5th epoch, no pixel 0.75 from the border
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plain_number(value)))
+    _draw_vertical_axis(ax, panel, limits)
 
 
-def _legend(ax: Axes) -> None:
-    """Below the axis label, by a distance that does not change with the height of the axes."""
-    from matplotlib.transforms import ScaledTranslation
+def _draw_vertical_axis(ax: Axes, panel: Panel, limits: Limits) -> None:
+    """Set scale and limits, and draw the reference lines with their names."""
+    if limits is not None:
+        if panel.log:
+            ax.set_yscale("log", nonpositive="mask")
+        ax.set_ylim(*limits)
+        if panel.log:
+            plain_ticks(ax.yaxis, *limits)
+    for label, value in panel.references.items():
+        ax.axhline(value, color=INK, linewidth=1, linestyle=":")
+        ax.annotate(label, (1, value), (-2, 2), ("axes fraction", "data"), "offset points", ha="right", fontsize=8.5)
 
-    below = ax.transAxes + ScaledTranslation(0, -0.5, ax.figure.dpi_scale_trans)
-    look: dict[str, Any] = {"frameon": False, "fontsize": 9, "handlelength": 4}
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below, borderaxespad=0, **look)
 
-
-def _draw_line(ax: Axes, line: Line) -> None:
-    colour = COLOURS[line.norm % len(COLOURS)][0]
-    look: dict[str, Any] = {
-        "color": colour,
-        "linestyle": DASHES[line.dash % len(DASHES)],
-        "marker": MARKERS[line.norm % len(MARKERS)],
-        "markersize": 4.5,
-    }
-    places = max(len(line.x), *(len(x) for x, _ in line.loose), 1)
-    gap = max(1, places // 8)
-    if line.runs.size:
-        ax.fill_between(line.x, line.runs.min(axis=0), line.runs.max(axis=0), color=colour, alpha=0.16, linewidth=0)
-    # Markers of different norms start at different points, or lines that lie on each other hide one another.
-    ax.plot(
-        line.x,
-        _mean(line.runs),
-        label=_wrapped(line.label, 48),
-        linewidth=1.8,
-        markevery=(line.norm % gap, gap),
-        **look,
-    )
+def _draw_line(ax: Axes, line: Line, place: int, log: bool) -> None:
+    look, colour = dict(line.look), line.look["color"]
+    if line.rows.size:
+        gap = max(1, len(line.x) // 8)
+        look["markevery"] = (place % gap, gap)  # markers at different points, or lines on each other hide one another
+        ax.fill_between(line.x, line.rows.min(axis=0), line.rows.max(axis=0), color=colour, alpha=0.16, linewidth=0)
+        ax.plot(line.x, line.mean(log), linewidth=1.8, **look)
     for x, y in line.loose:
         ax.plot(x, y, color=colour, linewidth=0.9, linestyle=look["linestyle"], alpha=0.8)
         ax.plot(x[-1:], y[-1:], color=colour, marker="x", markersize=7, linestyle="none")
 
 
-def _mean(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.asarray(rows.mean(axis=0)) if rows.size else np.empty(0)
+# Bars
 
 
-def _log_ticks(ax: Axes) -> None:
-    """Labels on any range, where matplotlib has them at powers of ten only; a curve may stay between two of these."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-    low, high = ax.get_ylim()
-    if high < 30 * low:
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(5))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-")))
-    ax.yaxis.set_minor_locator(NullLocator())
+def _at_end(runs: Sequence[Run], name: str, panel: Panel, sheet: Sheet) -> list[float]:
+    """Return each finished run's value of a metric, at its last evaluation or at its best; finite ones only."""
+    metric = sheet.metric(name)
+    series = [found for run in runs if (found := series_of(run, metric)) is not None]
+    values = [metric.best(values) if panel.at == "best" else values[-1] for _, values in series]
+    return [value for value in values if math.isfinite(value)]
 
 
-# From drawing to file and page
+def _bars(panel: Panel, lines: Sequence[Line], limits: Limits, sheet: Sheet) -> Part:
+    found = {f"{line.label} ({line.note})": _at_end(line.runs, panel.y, panel, sheet) for line in lines}
+    colours = [line.look["color"] for line in lines]
+    told = "; ".join(f"{label} {with_spread(values)}" for label, values in found.items()) or "no runs yet"
+    alt = shortened(f"{panel.title}: {panel.y_label}. {told}.")
+    paint = partial(_paint_bars, panel=panel, found=found, colours=colours)
+    return Part(panel.title, alt, paint, 1.1 + 0.42 * max(len(found), 2))
 
 
-def rendered(canvas: Canvas) -> str:
-    text = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    canvas.savefig(text, format="svg", metadata=nothing, transparent=True)
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :].replace("'DejaVu Sans'", FONT)
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    return re.sub(r"[ \t]*\n[ \t]*", "\n", svg)
+def _paint_bars(ax: Axes, panel: Panel, found: Mapping[str, Sequence[float]], colours: Sequence[str]) -> None:
+    ax.set_xlabel(panel.y_label)
+    ax.grid(True, axis="x")
+    for place, (values, colour) in enumerate(zip(found.values(), colours)):
+        if values:
+            ax.barh(place, fmean(values), 0.62, color=colour, alpha=0.55)
+            ax.plot(values, [place] * len(values), "o", color=INK, markersize=3.5, alpha=0.75)
+    ax.set_yticks(range(len(found)), [wrapped(label, 20) for label in found], fontsize=8.5)
+    ax.invert_yaxis()
+    if panel.y_limits:
+        ax.set_xlim(*panel.y_limits)
+    for label, value in panel.references.items():
+        ax.axvline(value, color=INK, linewidth=1, linestyle=":")
+        ax.annotate(label, (value, 1), (0, 2), ("data", "axes fraction"), "offset points", ha="center", fontsize=8.5)
 
 
-def for_file(svg: str, alt: str) -> str:
-    """A file of its own, on white: where it will be shown, and in which theme, is not known."""
-    size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
-    paper = f'<rect width="{size[1]}" height="{size[2]}" fill="#ffffff"/>\n' if size else ""
-    head = f'role="img" aria-label="{_escaped(alt)}">\n<title>{_escaped(alt)}</title>\n{paper}'
-    return re.sub(r"(<svg[^>]*)>\s*", lambda match: f"{match[1]} {head}", svg, count=1)
+def with_spread(values: Sequence[float]) -> str:
+    """Return ``0.01840 ± 0.00061``, with two significant digits of the standard deviation."""
+    spread = stdev(values) if len(values) > 1 else 0.0
+    mean = shown(fmean(values), spread) if values else "not measured"
+    return f"{mean} ± {shown(spread, spread)}" if len(values) > 1 else mean
 
 
-def for_page(svg: str, prefix: str, alt: str) -> str:
-    """Inline in a page: its own element names, colours from the page's style sheet, size from its box."""
-    box = re.search(r'viewBox="[^"]*"', svg)
-    head = f'<svg {box[0] if box else ""} role="img" aria-label="{_escaped(alt)}">'
-    svg = re.sub(r"<svg[^>]*>", lambda _: head, svg, count=1)
-    svg = re.sub(r'\bid="', f'id="{prefix}-', svg).replace("url(#", f"url(#{prefix}-")
-    svg = re.sub(r'(?:xlink:)?href="#', f'href="#{prefix}-', svg)
-    svg = svg.replace(INK, "currentColor").replace(GRID, "var(--grid)")
-    for index, (light, _) in enumerate(COLOURS):
-        svg = svg.replace(light, f"var(--line-{index})")
-    return svg
+# Tables
 
 
-def _escaped(text: str) -> str:
-    from html import escape
+def _table(panel: Panel, lines: Sequence[Line], limits: Limits, sheet: Sheet) -> Part:
+    names = panel.y.split()
+    head = ["", *(sheet.metric(name).label for name in names)]
+    rows = [[f"{line.label} ({line.note})", *(_cell(line, name, panel, sheet) for name in names)] for line in lines]
+    rows += [[label, *values] for label, values in panel.printed.items()]
+    alt = shortened(f"{panel.title}. " + "; ".join(" ".join(row) for row in rows))
+    html = table_html(panel.title, head, rows)
+    height, width = 0.5 + 0.26 * (len(rows) + 1), max(WIDTH, sum(_column_widths(head, rows)))
+    return Part(panel.title, alt, partial(_paint_table, head=head, rows=rows), height, width, html)
 
-    return escape(text, quote=True)
+
+def _cell(line: Line, name: str, panel: Panel, sheet: Sheet) -> str:
+    return with_spread([panel.scale * value for value in _at_end(line.runs, name, panel, sheet)])
+
+
+def _paint_table(ax: Axes, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    ax.set_axis_off()
+    widths = _column_widths(head, rows)
+    shares = [width / sum(widths) for width in widths]
+    look: dict[str, Any] = {"cellLoc": "left", "loc": "upper left", "edges": "horizontal"}
+    table = ax.table([list(row) for row in rows], colLabels=list(head), colWidths=shares, **look)
+    table.auto_set_font_size(False)
+    table.set_fontsize(8.5)
+    for cell in table.get_celld().values():
+        cell.set(edgecolor=INK, linewidth=0.4)
+
+
+def _column_widths(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[float]:
+    """Return widths in inches that hold the longest cell of each column."""
+    return [0.3 + 0.077 * max(map(len, column)) for column in zip(head, *rows)]
+
+
+def table_html(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table for a page, which scrolls by itself where it is wider than the page."""
+    columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    lines = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in rows
+    )
+    table = f"<caption>{escape(caption)}</caption><thead><tr>{columns}</tr></thead><tbody>{lines}</tbody>"
+    region = f'class="scroll" role="region" tabindex="0" aria-label="{escape(caption)}"'
+    return f'<div {region}><table class="numbers">{table}</table></div>'
+
+
+# Pictures
+
+
+def _gallery(panel: Panel, lines: Sequence[Line], limits: Limits, sheet: Sheet) -> Part:
+    tiles = _placed([row for line in lines if (row := list(_tiles(line, panel)))])
+    alt = shortened(f"{panel.title}: {'; '.join(tile.label for tile in tiles) or 'no pictures yet'}")
+    html = "".join(
+        f'<figure><img alt="" src="{escape(tile.source)}"><figcaption>{escape(tile.label)}</figcaption></figure>'
+        for tile in tiles
+    )
+    html = f'<div class="gallery"><p>{escape(panel.title)}</p>{html or "<p>no pictures yet</p>"}</div>'
+    rows = 1 / min((tile.box[3] for tile in tiles), default=1)
+    height = 0.4 + rows * 0.9 * WIDTH * min((tile.box[2] for tile in tiles), default=0.1)
+    pictures = tuple((tile.source, tile.box) for tile in tiles)
+    return Part(panel.title, alt, partial(_paint_labels, tiles=tiles), height, WIDTH, html, pictures)
+
+
+class _Tile(NamedTuple):
+    label: str
+    source: str
+    box: tuple[float, float, float, float] = (0, 0, 1, 1)  # left, bottom, width, height in the axes
+
+
+def _tiles(line: Line, panel: Panel) -> Iterator[_Tile]:
+    """Yield the pictures of the first finished run that has any."""
+    found: Mapping[str, str] = next((run["artefacts"] for run in line.runs if run.get("artefacts")), {})
+    names = [name for name in sorted(found) if fnmatch(name, panel.y) and found[name].startswith("data:image/")]
+    for name in names:
+        yield _Tile(
+            line.label if len(names) == 1 else f"{line.label}, {Path(name).stem.replace('_', ' ')}", found[name]
+        )
+
+
+def _placed(rows: list[list[_Tile]]) -> list[_Tile]:
+    """Give each variant a row; variants with one picture each share rows of three."""
+    if all(len(row) == 1 for row in rows):
+        rows = [[row[0] for row in rows[first : first + 3]] for first in range(0, len(rows), 3)]
+    wide, high = 1 / max(map(len, rows), default=1), 1 / max(len(rows), 1)
+    return [
+        tile._replace(box=(column * wide, 1 - (row + 1) * high, 0.96 * wide, 0.86 * high))
+        for row, drawn in enumerate(rows)
+        for column, tile in enumerate(drawn)
+    ]
+
+
+def _paint_labels(ax: Axes, tiles: Sequence[_Tile]) -> None:
+    ax.set_axis_off()
+    ax.set(xlim=(0, 1), ylim=(0, 1))
+    for tile in tiles:
+        ax.text(
+            tile.box[0], tile.box[1] + tile.box[3], wrapped(tile.label, int(60 * tile.box[2])), fontsize=8, va="bottom"
+        )
+    if not tiles:
+        ax.text(0.5, 0.5, "no pictures yet", ha="center")
+
+
+_PARTS: dict[str, Callable[..., Part]] = {
+    "curve": _curves,
+    "profile": _curves,
+    "bars": _bars,
+    "table": _table,
+    "gallery": _gallery,
+}

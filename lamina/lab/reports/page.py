@@ -3,53 +3,49 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import InputError, fail
-from ..results import Sample
+from ..claims import DIRECTION, INCONCLUSIVE, NOT_REPRODUCED, REPRODUCED, WORDS, Speed, in_words
+from ..statistics import Interval, pooled, shown
 from . import figures, records, staleness, verdicts
 from .records import Record
 
 if TYPE_CHECKING:
-    from ..experiment import Number, Sheet
+    from ..experiment import Figure, Job, Number, Sheet
 
-SYMBOLS = {True: "✓", False: "✗", None: "?"}
+SYMBOLS = {REPRODUCED: "✓", DIRECTION: "✓", INCONCLUSIVE: "?", NOT_REPRODUCED: "✗"}
 _MOST_ROWS = 40  # of a table made from a record of a kind that has no page of its own
 
 
 class Tally(NamedTuple):
-    """How many claims got which verdict."""
+    """Number of claims with each verdict; comparisons that the paper does not make are left out."""
 
-    held: int
-    not_held: int
+    reproduced: int
+    direction: int
     inconclusive: int
+    not_reproduced: int
+
+    @classmethod
+    def of(cls, claims: Iterable[Mapping[str, Any]]) -> Tally:
+        found = [claim["word"] for claim in claims if claim["claimed"]]
+        return cls(*(found.count(word) for word in WORDS))
 
     def __str__(self) -> str:
-        return f"{self.held} held, {self.not_held} did not hold, {self.inconclusive} inconclusive"
-
-
-@dataclass(frozen=True)
-class Report:
-    """Where the report lies and what it says in short."""
-
-    html: Path
-    markdown: Path
-    figures: tuple[Path, ...]
-    records: tuple[Path, ...]
-    real: Tally
-    stand_in: Tally
-    notes: tuple[str, ...]
+        return ", ".join(f"{count} {word}" for count, word in zip(self, WORDS))
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table as text; ``caption`` names the data the numbers come from."""
+    """A table as text."""
 
     caption: str
     columns: Sequence[str]
@@ -62,11 +58,13 @@ class Section:
 
     name: str
     title: str
+    place: str = ""  # the scale, else the machine
     kind: str = ""
     badge: str = ""
     data: str = ""
     paper: str = ""
     about: str = ""
+    took: str = ""
     figures: list[tuple[figures.Drawing, str]] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     claims: list[dict[str, Any]] = field(default_factory=list)
@@ -75,10 +73,31 @@ class Section:
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
-    runs: str = ""
 
-    def count(self, held: bool | None) -> int:
-        return sum(claim["held"] is held for claim in self.claims)
+    @property
+    def heading(self) -> str:
+        data = self.data.partition(" (")[0]
+        return ", ".join(filter(None, (self.title, "" if data in self.title else data, self.place)))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where the report lies and what it says in short."""
+
+    html: Path
+    markdown: Path
+    figures: tuple[Path, ...]
+    records: tuple[Path, ...]
+    sections: tuple[Section, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def real(self) -> Tally:
+        return Tally.of(claim for section in self.sections if section.kind == "real" for claim in section.claims)
+
+    @property
+    def stand_in(self) -> Tally:
+        return Tally.of(claim for section in self.sections if section.kind != "real" for claim in section.claims)
 
 
 def build(
@@ -92,56 +111,42 @@ def build(
 
     Args:
         paths: folders, searched for runs and for records, and record files, in any mixture.
-        out: where all files go.
+        out: where all files go; records that lie there grow by the runs.
         markdown: where RESULTS.md goes instead; its links to the figures follow it.
-        until: the epoch at which every run is judged, for runs that were stopped at different ends.
+        until: the epoch at which every run is judged, for runs that were stopped at different ends. No record is saved.
     """
     import jinja2  # noqa: F401  (where it is missing, say so before anything is written)
 
     notes: list[str] = []
-    found, fresh = gather(paths, notes)
+    out = Path(out)
+    found, fresh = gather(paths, out, notes)
     if not found:
         places = ", ".join(str(path) for path in paths) or "(no folder given)"
         said = f" ({'; '.join(notes)})" if notes else ""
         raise fail("a report needs runs or records", f"no runs under {places}{said}", "Begin with: lamina run mnist")
-    found = found if until is None else [records.cut(record, until) for record in found]
-    out = Path(out)
-    ordered = _in_order(found)
-    sections = [_section(record, notes) for record in ordered]
-    for section, record in zip(sections, ordered):
-        section.stale = list(staleness.marks(record))
+    saved = () if until else tuple(records.save(record, out) for record in found if records.name(record) in fresh)
+    ordered = sorted(found if until is None else [records.cut(record, until) for record in found], key=_place)
+    sections = tuple(_section(record, notes) for record in ordered)
     drawn = _save_figures(sections, out / "figures")
-    saved = tuple(records.save(record, out) for record in found if records.name(record) in fresh)
     page, text = out / "report.html", Path(markdown) if markdown is not None else out / "RESULTS.md"
+    done = Report(page, text, drawn, saved, sections, tuple(notes))
     links = Path(os.path.relpath(out / "figures", text.parent)).as_posix()
-    records.write(page, _render("report.html.j2", sections, notes, colours=list(enumerate(figures.COLOURS))))
-    records.write(text, _render("results.md.j2", sections, notes, links=links))
-    return Report(page, text, drawn, saved, *_tallies(sections), tuple(notes))
+    shared = {"report": done, "overall": _overall(ordered), "words": WORDS, "symbols": SYMBOLS}
+    records.write(page, rendered("report.html.j2", **shared))
+    records.write(text, rendered("results.md.j2", **shared, links=links))
+    return done
 
 
-def _tallies(sections: Sequence[Section]) -> tuple[Tally, Tally]:
-    """Verdicts on real data, and apart from them those on stand-ins."""
-    groups = ([s for s in sections if s.kind == "real"], [s for s in sections if s.kind != "real"])
-    real, stand_in = (
-        Tally(*(sum(section.count(key) for section in group) for key in (True, False, None))) for group in groups
-    )
-    return real, stand_in
-
-
-def _in_order(found: Sequence[Record]) -> list[Record]:
-    """Experiments in the order of the sheets, real data before stand-ins, other kinds of record at the end."""
+def _place(record: Record) -> tuple[Any, ...]:
+    """Return the order of a record: real data, stand-ins, other kinds; experiments and scales as they are listed."""
     from ..experiments import SHEETS
 
-    known = list(SHEETS)
-
-    def place(record: Record) -> tuple[Any, ...]:
-        if record["kind"] != "experiment":
-            return len(known) + 1, True, records.name(record)
-        experiment = record["experiment"]
-        rank = known.index(experiment) if experiment in known else len(known)
-        return rank, record["data"]["kind"] != "real", records.name(record)
-
-    return sorted(found, key=place)
+    if record["kind"] != "experiment":
+        return 2, 0, 0, records.name(record)
+    known, scales = list(SHEETS), ["paper", "", "laptop", "smoke"]
+    rank = known.index(record["experiment"]) if record["experiment"] in known else len(known)
+    scale = scales.index(record["scale"]) if record["scale"] in scales else len(scales)
+    return int(record["data"]["kind"] != "real"), rank, scale, records.name(record)
 
 
 def _save_figures(sections: Sequence[Section], folder: Path) -> tuple[Path, ...]:
@@ -154,16 +159,26 @@ def _save_figures(sections: Sequence[Section], folder: Path) -> tuple[Path, ...]
 # Which records
 
 
-def gather(paths: Sequence[str | os.PathLike[str]], notes: list[str]) -> tuple[list[Record], set[str]]:
-    """Records from run folders and files, however mixed; and the names of those in which run folders had a part."""
+def gather(paths: Sequence[str | os.PathLike[str]], out: Path, notes: list[str]) -> tuple[list[Record], set[str]]:
+    """Return records from run folders and files, however mixed, and the names of those that ``out`` is to hold.
+
+    Records of experiments that lie there grow by the runs.
+    """
     folders = [Path(path) for path in paths if Path(path).is_dir()]
     files = [records.load(path) for path in paths if not Path(path).is_dir()]
-    fresh = records.collect(folders, notes)
     found = [record for folder in folders for record in _records_below(folder, notes)]
     groups: dict[str, list[Record]] = defaultdict(list)
-    for record in (*fresh, *files, *found):
+    made = records.collect(folders, notes)
+    for record in (*files, *found, *made):
         groups[records.name(record)].append(record)
-    return [_joined(group, notes) for _, group in sorted(groups.items())], {records.name(record) for record in fresh}
+    kept = {name for name, group in groups.items() if group[0]["kind"] == "experiment" and _file(out, name).exists()}
+    for name in kept:
+        groups[name].insert(0, records.load(_file(out, name)))
+    return [records.joined(group, notes) for _, group in sorted(groups.items())], kept | set(map(records.name, made))
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.json"
 
 
 def _records_below(root: Path, notes: list[str]) -> Iterator[Record]:
@@ -176,56 +191,65 @@ def _records_below(root: Path, notes: list[str]) -> Iterator[Record]:
                     notes.append(f"{records.shown_under(root, here / file)}: left out. {error}")
 
 
-def _joined(group: Sequence[Record], notes: list[str]) -> Record:
-    """Records of one experiment and data as one, judged by today's sheet."""
-    if any(record["kind"] != "experiment" for record in group):
-        if len(group) > 1:
-            notes.append(f"{records.name(group[0])}: {len(group)} records of this name; the last is shown")
-        return group[-1]
-    places = [f"{records.name(record)} (source {number})" for number, record in enumerate(group, start=1)]
-    runs = [(run, place) for record, place in zip(group, places) for run in record["runs"]]
-    environments = [env for r in group for env in (r.get("environments") or [r.get("environment", {})])]
-    said = [note for record in group for note in record.get("notes", [])]
-    joined: Record = {
-        **group[0],
-        "environments": records.distinct(environments),
-        "commands": list(dict.fromkeys(command for record in group for command in record.get("commands", []))),
-        "runs": records.without_doubles(runs, notes),
-        "notes": list(dict.fromkeys(said + records.data_notes([record["data"] for record in group]))),
-    }
-    return verdicts.judged(joined)
-
-
 # What a section shows
 
 
 def _section(record: Record, notes: list[str]) -> Section:
     if record["kind"] != "experiment":
-        return _other_section(record)
-    kind, data = record["data"]["kind"], str(record["data"].get("label", record["data"]["name"]))
-    badge = records.badge(record)
-    section = Section(records.name(record), record["experiment"], kind, badge, data)
-    section.claims = [_shown_claim(claim) for claim in record["claims"]]
-    section.notes = list(record.get("notes", []))
-    section.provenance, section.commands = _provenance(record), list(record.get("commands", []))
-    done = sum(run["finished"] for run in record["runs"])
-    section.runs = f"{done}" if done == len(record["runs"]) else f"{done} (+{len(record['runs']) - done} unfinished)"
+        section = _other_section(record)
+        section.stale = list(staleness.marks(record))
+        return section
+    data = str(record["data"].get("label", record["data"]["name"]))
+    section = Section(records.name(record), record["experiment"], _scale_or_machine(record), record["data"]["kind"])
+    section.badge, section.data, section.claims = records.badge(record), data, record["claims"]
+    section.notes, section.stale = list(record.get("notes", [])), list(staleness.marks(record))
+    section.took, section.commands = _took(record), records.commands(record)
+    section.provenance = _provenance(record)
     sheet = verdicts.find_sheet(record["experiment"])
     if sheet is None:
         notes.append(f"{section.name}: this version knows no experiment {record['experiment']!r}; its summary is shown")
-        section.tables = _tables_of(record.get("summary", []), f"Summary, {badge}: {data}")
+        section.tables = _tables_of(record.get("summary", []), f"Summary: {data}")
         return section
     _fill_from_sheet(section, record, sheet)
     return section
 
 
+def _scale_or_machine(record: Record) -> str:
+    """Return how large the runs are, or where they ran: what tells records of one experiment and data set apart."""
+    scale = record["scale"]
+    return (
+        f"{scale} scale" if scale else " and ".join(dict.fromkeys(map(records.machine, records.environments(record))))
+    )
+
+
+def _took(record: Record) -> str:
+    shares = [((run.get("seconds") or 0.0), run.get("side_by_side") or 1) for run in record["runs"]]
+    seconds = max([sum(took / beside for took, beside in shares), *(took for took, _ in shares)])
+    machines = " and ".join(dict.fromkeys(map(records.machine, records.environments(record))))
+    minutes = f"{seconds / 60:,.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+    return f"{minutes} of training on {machines}"
+
+
 def _fill_from_sheet(section: Section, record: Record, sheet: Sheet) -> None:
     section.title, section.paper = sheet.title, sheet.section
     section.about = sheet.described(run["config"] for run in record["runs"])
-    section.figures = [(figures.draw(record, sheet, figure), figure.caption) for figure in sheet.figures]
-    section.tables = [_number_table(section, record, sheet)]
-    section.raw = [_value_table(section, record, sheet), _run_table(section, record, sheet)]
+    about_claims = (
+        (figures.draw_claims(record, sheet), "Each pair of runs with the same seed, and the verdict that follows."),
+        (figures.draw_levels(record, sheet), "The comparison on the way to the target: at shares of the improvement."),
+    )
+    section.figures = [(drawing, caption) for drawing, caption in about_claims if drawing is not None]
+    section.figures += [(figures.draw(record, sheet, figure), _caption(figure)) for figure in sheet.figures]
+    section.tables = [_number_table(record, sheet)]
+    section.raw = [_pair_table(record, sheet), _value_table(record, sheet), _run_table(record, sheet)]
     section.notes += _reading_notes(record, sheet)
+
+
+def _caption(figure: Figure) -> str:
+    """Return the caption, and how to read lines where the figure has some."""
+    if not any(panel.kind in ("curve", "profile") for panel in figure.panels):
+        return figure.caption
+    mean = "geometric mean on logarithmic axes" if any(panel.log for panel in figure.panels) else "mean"
+    return f"{figure.caption} Line: {mean} over seeds; band: lowest to highest seed."
 
 
 def _reading_notes(record: Record, sheet: Sheet) -> list[str]:
@@ -247,95 +271,89 @@ def _reading_notes(record: Record, sheet: Sheet) -> list[str]:
     return notes
 
 
-def _shown_claim(claim: Mapping[str, Any]) -> dict[str, Any]:
-    return {**claim, "symbol": SYMBOLS[claim["held"]], "word": verdicts.in_words(claim)}
-
-
-def _number_table(section: Section, record: Record, sheet: Sheet) -> Table:
+def _number_table(record: Record, sheet: Sheet) -> Table:
     columns = ["Variant"]
     for number in sheet.numbers:
         columns += [number.label, *(["In the paper"] if number.paper else [])]
     rows = []
     for settings, runs in verdicts.variants(record, sheet):
-        row = [verdicts.label(sheet, settings)]
+        label = verdicts.label(sheet, settings)
+        row = [label]
         for number in sheet.numbers:
-            row.append(shown_sample(number, verdicts.summarise(number, runs, settings)))
-            row += [_printed(number, settings, sheet)] if number.paper else []
+            row.append(shown_sample(number, verdicts.summarise(number, runs, settings, sheet)))
+            row += [number.paper.get(label, "not printed")] if number.paper else []
         rows.append(row)
-    return Table(
-        f"Results on {section.badge}: {section.data}. Mean ± standard deviation over seeds (n).", columns, rows
-    )
-
-
-def _printed(number: Number, settings: Mapping[str, Any], sheet: Sheet) -> str:
-    """The paper's number: by the variant's words, by its folder's name, or by its norm alone."""
-    variant = {key: settings[key] for key in sheet.vary}
-    folder = "-".join(str(v) if isinstance(v, str) else f"{k}{v:g}" for k, v in variant.items())
-    names = (verdicts.label(sheet, variant), folder, str(settings.get("norm")))
-    return next((number.paper[name] for name in names if name in number.paper), "not printed")
+    return Table("Mean ± standard deviation over seeds (number of seeds)", columns, rows)
 
 
 def shown_sample(number: Number, summary: Mapping[str, Any]) -> str:
-    """``0.0184 ± 0.0006 (5)``; says how many seeds have no number."""
+    """Return ``0.01840 ± 0.00061 (5)``; says how many seeds have no number."""
     values = [value * number.scale for value in summary["values"] if value is not None]
     n = summary["n"]
     if not n:
         return "no finished run"
     if len(values) == n:
-        return f"{_mean_and_spread(values, number.digits)} ({n})"
+        return f"{_mean_and_spread(values)} ({n})"
     never = "not reached" if number.target is not None else "not finite"
-    rest = f"; others {_mean_and_spread(values, number.digits)}" if values else ""
+    rest = f"; others {_mean_and_spread(values)}" if values else ""
     return f"{never} in {n - len(values)} of {n}{rest}"
 
 
-def _mean_and_spread(values: Sequence[float], digits: int) -> str:
-    sample = Sample(tuple(values))
-    small = digits >= 3 and 0 < abs(sample.mean) < 10.0 ** (1 - digits)  # as decimals it would keep a single digit
-    parts = (sample.mean, sample.std) if sample.n > 1 else (sample.mean,)
-    return " ± ".join(f"{part:.1e}" if small else shown_number(part, digits) for part in parts)
+def _mean_and_spread(values: Sequence[float]) -> str:
+    """Return mean and standard deviation, with two significant digits of the latter."""
+    spread = stdev(values) if len(values) > 1 else 0.0
+    mean = shown(fmean(values), spread)
+    return mean if len(values) == 1 else f"{mean} ± {shown(spread, spread)}"
 
 
-def shown_number(value: float, digits: int) -> str:
-    """``digits`` decimals; none, but a comma, from a thousand on."""
-    return f"{value:,.{digits if abs(value) < 1000 else 0}f}"
+def _pair_table(record: Record, sheet: Sheet) -> Table:
+    """Return every pair, the placebo and the ratios by level, for readers who cannot see the figures."""
+    measures = {claim.name: claim.measure for claim in sheet.claims}
+    rows = []
+    for claim in (claim for claim in record["claims"] if claim["name"] in measures):
+        measure = measures[claim["name"]]
+        pairs = ", ".join(_shown_effect(measure, value) for value in claim["pairs"].values())
+        placebo = in_words(measure, Interval(**claim["placebo"])) if claim["placebo"] else "not measured"
+        placebo += f" at {claim['placebo_share']:.0%}" if claim["placebo"] and claim["placebo_share"] < 1 else ""
+        levels = [f"{share:.0%}: {_shown_effect(measure, f['estimate'])}" for share, f, _ in claim["levels"] if f]
+        rows.append([claim["text"], pairs or "none", placebo, ", ".join(levels) or "none"])
+    columns = ["Claim", "Pairs, by seed", "Placebo", "By share of the baseline's improvement"]
+    return Table("Pairs, placebo (the baseline against itself, other seeds) and levels", columns, rows)
 
 
-def _value_table(section: Section, record: Record, sheet: Sheet) -> Table:
+def _shown_effect(measure: Any, effect: float) -> str:
+    if math.isfinite(effect):
+        return str(measure.value(effect))
+    return "baseline missed" if effect > 0 else "missed"
+
+
+def _value_table(record: Record, sheet: Sheet) -> Table:
     rows = []
     for settings, runs in verdicts.variants(record, sheet):
         for number in sheet.numbers:
-            values = verdicts.summarise(number, runs, settings)["values"]
-            shown = ", ".join("none" if value is None else f"{value * number.scale:.6g}" for value in values)
-            rows.append([verdicts.label(sheet, settings), number.label, shown or "no finished run"])
-    return Table(f"Each seed's value, {section.badge}: {section.data}", ["Variant", "Number", "Values by seed"], rows)
+            values = verdicts.summarise(number, runs, settings, sheet)["values"]
+            told = ", ".join("none" if value is None else f"{value * number.scale:.6g}" for value in values)
+            rows.append([verdicts.label(sheet, settings), number.label, told or "no finished run"])
+    return Table("Each seed's value", ["Variant", "Number", "Values by seed"], rows)
 
 
-def _run_table(section: Section, record: Record, sheet: Sheet) -> Table:
+def _run_table(record: Record, sheet: Sheet) -> Table:
     rows = []
     for settings, runs in verdicts.variants(record, sheet):
-        for run in sorted(runs, key=lambda run: run["seed"]):
+        for run in runs:
+            env = run.get("environment", {})
+            numbers = [f"{run.get('steps', 0):,}", f"{run.get('seconds') or 0:.1f}", str(run.get("side_by_side", 1))]
+            where = [run.get("engine") or "unknown", records.machine(env), str(env.get("commit"))[:12]]
             state = "finished" if run["finished"] else "unfinished"
-            side = str(run.get("side_by_side", 1))
-            numbers = [
-                f"{run.get('steps', 0):,}",
-                f"{run.get('seconds') or 0:.1f}",
-                side,
-                run.get("engine") or "unknown",
-            ]
-            rows.append([verdicts.label(sheet, settings), str(run["seed"]), state, *numbers])
-    columns = ["Variant", "Seed", "State", "Updates", "Seconds of training", "Seeds side by side", "Engine"]
-    return Table(f"Runs, {section.badge}: {section.data}", columns, rows)
+            rows.append([verdicts.label(sheet, settings), str(run["seed"]), state, *numbers, *where])
+    columns = ["Variant", "Seed", "State", "Updates", "Seconds", "Side by side", "Engine", "Machine", "Commit"]
+    return Table("Runs", columns, rows)
 
 
 def _provenance(record: Record) -> list[tuple[str, str]]:
-    shown = [pair for env in record.get("environments") or [record.get("environment", {})] for pair in _machine(env)]
-    longest = max((run.get("seconds") or 0.0 for run in record["runs"]), default=0.0)
-    most = max((run.get("side_by_side") or 1 for run in record["runs"]), default=1)
-    together = f", up to {most} side by side" if most > 1 else ""
-    took = f"{longest:,.0f} s the longest of {len(record['runs'])} runs{together}; evaluation not counted"
-    shown.append(("Training time", took))
-    shown += [(f"SHA-256 of {file}", str(digest)) for file, digest in sorted(record["data"].get("sha256", {}).items())]
-    return shown
+    told = [pair for env in records.environments(record) for pair in _machine(env)]
+    told.append(("Training time", f"{_took(record)}, {len(record['runs'])} runs; evaluation not counted"))
+    return told + [(f"SHA-256 of {f}", str(digest)) for f, digest in sorted(record["data"].get("sha256", {}).items())]
 
 
 def _machine(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -344,11 +362,60 @@ def _machine(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     dirty = " with local changes" if env.get("dirty") else ""
     yield "Machine", ", ".join(str(part) for part in parts if part)
     yield "Code", f"lamina {env.get('lamina', '?')}, commit {commit or 'not recorded'}{dirty}"
-    yield (
-        "Versions",
-        ", ".join(f"{key} {value}" for key, value in sorted(env.get("versions", {}).items())) or "not recorded",
-    )
+    versions = ", ".join(f"{key} {value}" for key, value in sorted(env.get("versions", {}).items()))
+    yield "Versions", versions or "not recorded"
     yield "Recorded", str(env.get("created", "not recorded"))
+
+
+# All claims on speed together
+
+
+def _overall(found: Sequence[Record]) -> list[str]:
+    """Return a sentence for each scale that has several claims on speed, on real data."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in (one for one in found if one["kind"] == "experiment" and one["data"]["kind"] == "real"):
+        sheet = verdicts.find_sheet(record["experiment"])
+        speed = {claim.name for claim in sheet.claims if isinstance(claim.measure, Speed)} if sheet else set()
+        asked = [claim for claim in record["claims"] if claim["name"] in speed and claim["claimed"]]
+        groups[_scale_or_machine(record)] += asked
+    return [told for place, claims in groups.items() if (told := _pooled_in_words(place, claims))]
+
+
+def _pooled_in_words(place: str, claims: Sequence[Mapping[str, Any]]) -> str:
+    with_ratio = [claim for claim in claims if claim["interval"]]
+    if len(with_ratio) < 2:
+        return ""
+    found = pooled([list(claim["nearest"].values()) for claim in with_ratio])
+    effects = [effect for claim in with_ratio for effect in claim["pairs"].values()]
+    low = -math.inf if -math.inf in effects else found.low
+    high = math.inf if math.inf in effects else found.high
+    left = f" {len(claims) - len(with_ratio)} more have no ratio." if len(claims) > len(with_ratio) else ""
+    estimate = found.estimate if math.isfinite(high - low) else math.inf
+    told = Speed("").words(Interval(estimate, low, high, found.n))
+    return (
+        f"All {len(with_ratio)} claims on speed with a ratio, {place}, with equal weights: the variant that the paper "
+        f"calls faster is {told}.{left} This mean is about these tasks only."
+    )
+
+
+# What a command shows after its runs
+
+
+def run_tables(
+    sheet: Sheet, jobs: Sequence[Job], home: Path, notes: list[str]
+) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield title, columns and a row for each variant of the jobs whose runs lie in ``home``."""
+    there = [home / job.label for job in jobs if (home / job.label / "config.json").exists()]
+    for record in records.collect(there, notes):
+        table = _number_table(record, sheet)
+        runs = [_folders(jobs, settings) for settings, _ in verdicts.variants(record, sheet)]
+        title = f"{sheet.title}, {records.badge(record)}: {record['data']['label']}; mean ± std (seeds); runs in {home}"
+        yield title, [*table.columns, "Run"], [[*row, run] for row, run in zip(table.rows, runs)]
+
+
+def _folders(jobs: Sequence[Job], settings: Mapping[str, Any]) -> str:
+    own = [job.label for job in jobs if all(getattr(job.config, k) == v for k, v in settings.items())]
+    return own[0] + (f" and {len(own) - 1} more" if len(own) > 1 else "") if own else "-"
 
 
 # Records of other kinds: no page of their own, so what is flat in them is shown
@@ -358,9 +425,10 @@ def _other_section(record: Record) -> Section:
     if record["kind"] == "tuning" and verdicts.find_sheet(record["experiment"]) is not None:
         return _tuning_section(record)
     section = Section(records.name(record), str(record.get("title", records.name(record).replace("-", " "))))
+    section.commands = records.commands(record)
     section.about = f"A record of kind “{record['kind']}”."
     if isinstance(record.get("environment"), dict):
-        section.provenance = list(_machine(record["environment"]))
+        section.provenance, section.took = list(_machine(record["environment"])), records.machine(record["environment"])
     if isinstance(record.get("tables"), list):  # the record says itself how it is read
         section.about = str(record.get("about", section.about))
         section.tables = [Table(str(t["caption"]), list(t["columns"]), list(t["rows"])) for t in record["tables"]]
@@ -382,7 +450,8 @@ def _tuning_section(record: Record) -> Section:
     section = Section(records.name(record), f"Step sizes: {record['experiment']} on {record['data']['label']}")
     section.about = "What was tried before the runs above, on validation cases only."
     section.tables = [Table(*table(record))]
-    section.provenance, section.commands = list(_machine(record["environment"])), list(record.get("commands", []))
+    section.provenance, section.took = list(_machine(record["environment"])), records.machine(record["environment"])
+    section.commands = records.commands(record)
     return section
 
 
@@ -402,23 +471,23 @@ def _cell(value: Any) -> str:
 # Templates
 
 
-def _render(template: str, sections: Sequence[Section], notes: Sequence[str], **values: Any) -> str:
-    real, stand_in = _tallies(sections)
-    return rendered(template, sections=sections, notes=notes, real=real, stand_in=stand_in, **values)
-
-
 def rendered(template: str, **values: Any) -> str:
-    """One of the package's templates, filled in."""
+    """Return one of the package's templates, filled in."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     page = template.endswith(".html.j2")
     env = Environment(loader=loader, autoescape=page, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    env.filters["md"] = _markdown
+    env.filters["md"], env.filters["code"] = _markdown, _code
     return env.get_template(template).render(**values).rstrip() + "\n"
 
 
 def _markdown(text: object) -> str:
-    """Text that markdown shows as it is, in a table cell too."""
+    """Return text that markdown shows as it is, in a table cell too."""
     plain = str(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\|`*\[\]])", r"\\\1", re.sub(r"\s+", " ", plain))
+
+
+def _code(command: str) -> str:
+    """Return a command as markdown's code, in a table cell too."""
+    return "`" + re.sub(r"\s+", " ", command).replace("`", "'").replace("|", "\\|") + "`"

@@ -1,8 +1,13 @@
-"""Records: what run folders say, as one JSON file for each experiment and data set, small enough to commit."""
+"""Records: what run folders say, as one JSON file for each experiment, data set and scale, small enough to commit.
+
+A record is a list of rows, one for each run: settings, seed, series of metrics, and the commit, machine, versions and
+command of that run. Rows of runs made later are added to it.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -15,39 +20,15 @@ from typing import Any
 
 from ...errors import fail
 from ..results import BOOKKEEPING
-from ..runs.environment import environment
-from .verdicts import Record, find_sheet, judged, label, results, rounded, summarise, variants
+from ..runs.environment import environment as environment  # for those who make records
+from .drawings import read_pictures
+from .verdicts import Record as Record
+from .verdicts import find_sheet, judged, label
+from .verdicts import rounded as rounded
 
-__all__ = [
-    # reading and making
-    "collect",
-    "data_notes",
-    "distinct",
-    "shown_command",
-    "shown_under",
-    "walk",
-    "without_doubles",
-    # one record
-    "Record",
-    "SCHEMA",
-    "badge",
-    "load",
-    "name",
-    "save",
-    "write",
-    # from environment and verdicts, so that a reader of records needs one import
-    "environment",
-    "find_sheet",
-    "label",
-    "results",
-    "rounded",
-    "summarise",
-    "variants",
-]
-
-SCHEMA = 1
+SCHEMA = 2
 BADGES = {"real": "REAL DATA", "embedded": "EMBEDDED STAND-IN"}
-_NOT_METRICS = ("kind", "seed")
+_BESIDES = ("kind", "seed", "step")  # of a line, what is no series
 _FINGERPRINT = ("lamina", "commit", "dirty", "versions", "machine")
 
 
@@ -64,17 +45,17 @@ class _Folder:
 
 
 def collect(folders: Iterable[str | os.PathLike[str]], notes: list[str] | None = None) -> list[Record]:
-    """Records of all runs found under ``folders``, one for each experiment, data set and kind of data.
+    """Return records of all runs under ``folders``, one for each experiment, data set, kind of data and scale.
 
     What was left out, cut short or found twice is appended to ``notes``, or printed to stderr without it.
     """
     said: list[str] = [] if notes is None else notes
-    groups: dict[tuple[str, str, str], list[_Folder]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[_Folder]] = defaultdict(list)
     for folder, shown in _run_folders(folders):
         read = _read_folder(folder, shown, said)
         if read is not None:
             data = read.header["data"]
-            groups[read.header["experiment"], data["name"], data["kind"]].append(read)
+            groups[read.header["experiment"], data["name"], data["kind"], read.header.get("scale", "")].append(read)
     records = [record for _, group in sorted(groups.items()) if (record := _record(group, said))["runs"]]
     if notes is None:
         print(*said, sep="\n", end="\n" if said else "", file=sys.stderr)
@@ -91,7 +72,7 @@ def _run_folders(roots: Iterable[str | os.PathLike[str]]) -> Iterator[tuple[Path
 
 
 def walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Folders in a fixed order, not below a run: its ``old-<n>`` hold runs that were begun anew."""
+    """Yield folders in a fixed order, not below a run: its ``old-<n>`` hold runs that were begun anew."""
     for here, folders, files in os.walk(root):
         skip = "config.json" in files
         folders[:] = [] if skip else sorted(f for f in folders if not re.fullmatch(r"\..*|old-\d+|checkpoints", f))
@@ -99,7 +80,7 @@ def walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def shown_under(root: Path, path: Path) -> str:
-    """A path as notes show it: below the folder that was searched, for reports must not hold machine paths."""
+    """Return a path as notes show it: below the folder that was searched, for reports must not hold machine paths."""
     return (Path(root.name) / path.relative_to(root)).as_posix()
 
 
@@ -109,7 +90,9 @@ def _read_folder(folder: Path, shown: str, notes: list[str]) -> _Folder | None:
         lines = _read_metrics(folder, shown, notes)
         summary = _read_optional(folder / "summary.json", shown, notes)
         extras = _read_optional(folder / "extras.json", shown, notes)
-        runs = [_run(header, seed, lines, summary, extras) for seed in header["seeds"]]
+        pictures = read_pictures(folder / "artefacts")
+        shown_too = {"artefacts": pictures} if pictures else {}
+        runs = [_run(header, seed, lines, summary, extras) | shown_too for seed in header["seeds"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"no {error} in its files" if isinstance(error, KeyError) else str(error) or type(error).__name__
         notes.append(f"{shown}: left out, {reason}")
@@ -120,7 +103,7 @@ def _read_folder(folder: Path, shown: str, notes: list[str]) -> _Folder | None:
 def _read_header(folder: Path) -> dict[str, Any]:
     header = _parse((folder / "config.json").read_text(encoding="utf-8"), "config.json")
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
-        raise ValueError(f"config.json is not the header of a run with schema {SCHEMA}")
+        raise ValueError(f"config.json is not the header of a run with schema {SCHEMA}: train it anew")
     wanted = {"experiment": str, "config": dict, "seeds": list, "data": dict}
     for key, kind in wanted.items():
         if not isinstance(header[key], kind):
@@ -139,7 +122,7 @@ def _parse(text: str, what: str) -> Any:
 
 
 def _read_metrics(folder: Path, shown: str, notes: list[str]) -> list[dict[str, Any]]:
-    """Lines up to the first that cannot be read: a run that was killed may have left half a line."""
+    """Return the lines up to the first that cannot be read: a run that was killed may have left half a line."""
     path = folder / "metrics.jsonl"
     lines: list[dict[str, Any]] = []
     if not path.exists():
@@ -157,7 +140,7 @@ def _read_metrics(folder: Path, shown: str, notes: list[str]) -> list[dict[str, 
 
 
 def _read_optional(path: Path, shown: str, notes: list[str]) -> dict[str, Any]:
-    """A file that a half-finished run does not have; a torn one counts as absent, and is noted."""
+    """Read a file that a half-finished run does not have; a torn one counts as absent, and is noted."""
     if not path.exists():
         return {}
     try:
@@ -185,46 +168,27 @@ def _run(
         "seconds": rounded(summary.get("seconds", last.get("seconds", 0.0))),
         "side_by_side": summary.get("side_by_side", len(header["seeds"])),
         "engine": summary.get("engine"),
-        "curve": _curve([line for line in own if line.get("kind") == "eval"]),
+        "series": _series([line for line in own if line.get("kind") == "eval"]),
         "extras": rounded(extras.get(str(seed), {})),
+        "environment": header.get("environment", {}),
+        "command": shown_command(header.get("command") or ""),
     }
 
 
-def _curve(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Lists of equal length; of two evaluations at one step (a resumed run) the later counts."""
+def _series(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+    """Return updates and values by metric; of two lines at one update (a resumed run) the later counts."""
     by_step = {line["step"]: line for line in lines}
-    ordered = [by_step[step] for step in sorted(by_step)]
-    names = dict.fromkeys(key for line in ordered for key in line if key not in _NOT_METRICS)
-    return {name: [rounded(line.get(name)) for line in ordered] for name in names}
-
-
-# Making records
-
-
-def _record(group: Sequence[_Folder], notes: list[str]) -> Record:
-    first = group[0].header
-    record: Record = {
-        "schema": SCHEMA,
-        "kind": "experiment",
-        "experiment": first["experiment"],
-        "data": first["data"],
-        "environment": first.get("environment", {}),
-        "environments": distinct(folder.header.get("environment", {}) for folder in group),
-        "commands": list(dict.fromkeys(shown_command(f.header["command"]) for f in group if f.header.get("command"))),
-        "runs": without_doubles([(run, folder.shown) for folder in group for run in folder.runs], notes),
-        "notes": data_notes([folder.header["data"] for folder in group]),
-    }
-    return judged(record)
-
-
-def distinct(environments: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Environments that differ in more than the time; empty when there is but one."""
-    found = {json.dumps([env.get(key) for key in _FINGERPRINT], sort_keys=True): env for env in environments}
-    return list(found.values()) if len(found) > 1 else []
+    series: dict[str, dict[str, list[Any]]] = {}
+    for step in sorted(by_step):
+        for name in (key for key in by_step[step] if key not in _BESIDES):
+            one = series.setdefault(name, {"update": [], "value": []})
+            one["update"].append(step)
+            one["value"].append(rounded(by_step[step][name]))
+    return series
 
 
 def shown_command(command: str) -> str:
-    """The command without the folders of the machine it ran on."""
+    """Return the command without the folders of the machine it ran on."""
     try:
         words = shlex.split(command)
     except ValueError:
@@ -232,34 +196,95 @@ def shown_command(command: str) -> str:
     return shlex.join(re.sub(r"(^|=)[~/].*?([^/]*)/?$", r"\1\2", word) for word in words)
 
 
-def data_notes(data: Sequence[Mapping[str, Any]]) -> list[str]:
+# Making records
+
+
+def _record(group: Sequence[_Folder], notes: list[str]) -> Record:
+    first = group[0].header
+    data = [folder.header["data"] for folder in group]
     differ = [key for key in ("sizes", "sha256", "label") if any(d.get(key) != data[0].get(key) for d in data)]
-    return [f"The runs did not all read the same data: {', '.join(differ)} differ."] if differ else []
+    record: Record = {
+        "schema": SCHEMA,
+        "kind": "experiment",
+        "experiment": first["experiment"],
+        "scale": first.get("scale", ""),
+        "data": data[0],
+        "runs": _without_doubles([(run, folder.shown) for folder in group for run in folder.runs], notes),
+        "notes": [f"The runs did not all read the same data: {', '.join(differ)} differ."] if differ else [],
+    }
+    return judged(record)
 
 
-def without_doubles(runs: Sequence[tuple[dict[str, Any], str]], notes: list[str]) -> list[dict[str, Any]]:
+def joined(group: Sequence[Record], notes: list[str]) -> Record:
+    """Return records of one name as one: rows are added, and none is lost. The first is the one that grows.
+
+    A row that is there already gives way only to one that got further. Runs with other settings, or of other data,
+    are refused: they are another sample.
+    """
+    first = group[0]
+    if any(record["kind"] != "experiment" for record in group):
+        if len(group) > 1:
+            notes.append(f"{name(first)}: {len(group)} records of this name; the last is shown")
+        return group[-1]
+    known = first["runs"]
+    for record in group[1:]:
+        _check_same_sample({**first, "runs": known}, record)
+        known = [*known, *record["runs"]]
+    places = [name(first) if len(group) == 1 else f"{name(first)} (source {n})" for n in range(1, len(group) + 1)]
+    runs = [(run, place) for record, place in zip(group, places) for run in record["runs"]]
+    said = list(dict.fromkeys(note for record in group for note in record.get("notes", [])))
+    return judged({**first, "runs": _without_doubles(runs, notes), "notes": said})
+
+
+def _check_same_sample(record: Record, added: Record) -> None:
+    remedy = "Write this report into another folder (--out), or delete the record to begin it anew."
+    rule = f"runs that are added to the record {name(record)} must have its"
+    digests = [one["data"].get("sha256") for one in (record, added)]
+    if digests[0] != digests[1]:
+        raise fail(f"{rule} data", f"files with other SHA-256 for {added['data'].get('label')}", remedy)
+    sheet = find_sheet(record["experiment"])
+    if sheet is None:
+        return
+    known: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in record["runs"]:
+        known[_variant(run, sheet.vary)].append(_settings(run))
+    for run in added["runs"]:
+        there, own = known[_variant(run, sheet.vary)], _settings(run)
+        if there and own not in there:
+            other = [key for key in {**own, **there[0]} if own.get(key) != there[0].get(key)]
+            told = ", ".join(f"{key} {own.get(key)} in place of {there[0].get(key)}" for key in other)
+            raise fail(f"{rule} settings", f"{told} for {label(sheet, {k: own.get(k) for k in sheet.vary})}", remedy)
+
+
+def _variant(run: Mapping[str, Any], vary: Sequence[str]) -> str:
+    return json.dumps([run["config"].get(key) for key in vary])
+
+
+def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in run["config"].items() if key not in BOOKKEEPING}
+
+
+def _without_doubles(runs: Sequence[tuple[dict[str, Any], str]], notes: list[str]) -> list[dict[str, Any]]:
     """Return one run for each setting and seed: the finished one, else the longer. Damaged runs are left out."""
     kept: dict[str, tuple[dict[str, Any], str]] = {}
+    lost: dict[tuple[str, str], list[str]] = defaultdict(list)
     for run, shown in _undamaged(runs, notes):
-        settings = {key: value for key, value in run["config"].items() if key not in BOOKKEEPING}
-        key = json.dumps([settings, run["seed"]], sort_keys=True)
-        if key not in kept:
-            kept[key] = (run, shown)
-        elif run != kept[key][0]:
-            other, place = kept[key]
+        key = json.dumps([_settings(run), run["seed"]], sort_keys=True)
+        other, place = kept.setdefault(key, (run, shown))
+        if run != other:
             better = (run["finished"], run["steps"]) > (other["finished"], other["steps"])
             kept[key] = (run, shown) if better else (other, place)
-            lost = place if better else shown
-            notes.append(
-                f"{kept[key][1]}: seed {run['seed']} is in {lost} too, which is left out (not finished or shorter)"
-            )
+            lost[(shown, place) if better else (place, shown)].append(str(run["seed"]))
+    for (stays, goes), seeds in lost.items():
+        told = f"{stays}: seed {', '.join(dict.fromkeys(seeds))}"
+        notes.append(f"{told} is in {goes} too, where {len(seeds)} run(s) are left out as no more complete")
     return [run for run, _ in kept.values()]
 
 
 def _undamaged(runs: Iterable[tuple[dict[str, Any], str]], notes: list[str]) -> Iterator[tuple[dict[str, Any], str]]:
     """Leave out finished runs whose last evaluation is not their last update: part of their metrics is lost."""
     for run, shown in runs:
-        last = (run["curve"].get("step") or [0])[-1]
+        last = last_update(run)
         if run["finished"] and run.get("steps", last) != last:
             notes.append(
                 f"{shown}: seed {run['seed']} is damaged and left out. It finished at update {run['steps']:,}, but its "
@@ -269,8 +294,13 @@ def _undamaged(runs: Iterable[tuple[dict[str, Any], str]], notes: list[str]) -> 
             yield run, shown
 
 
+def last_update(run: Mapping[str, Any]) -> int:
+    """Return the update of a run's last evaluation; 0 where it has none."""
+    return max((one["update"][-1] for one in run["series"].values() if one["update"]), default=0)
+
+
 def cut(record: Record, until: float) -> Record:
-    """The record with every run ended at epoch ``until``: runs that were stopped at different ends compare there."""
+    """Return the record with every run ended at epoch ``until``: runs that stopped at different ends compare there."""
     if record["kind"] != "experiment":
         return record
     runs = [_cut_run(run, until) for run in record["runs"]]
@@ -281,30 +311,61 @@ def cut(record: Record, until: float) -> Record:
 
 
 def _cut_run(run: Mapping[str, Any], until: float) -> dict[str, Any]:
-    epochs = run["curve"].get("epoch", [])
-    count = sum(epoch <= until + 1e-3 for epoch in epochs)  # an evaluation falls on the first update past its epoch
-    curve = {key: values[:count] for key, values in run["curve"].items()}
-    reached = run["finished"] or any(epoch >= until for epoch in epochs)
-    shorter = {"steps": curve["step"][-1], "seconds": curve["seconds"][-1]} if count else {}
-    return {**run, **shorter, "curve": curve, "finished": reached}
+    epochs = run["series"].get("epoch", {"update": [], "value": []})
+    inside = [u for u, e in zip(epochs["update"], epochs["value"]) if e <= until + 1e-3]  # the first update past it
+    end = max(inside, default=0)
+    series = {key: _before(one, end) for key, one in run["series"].items()}
+    reached = run["finished"] or any(epoch >= until for epoch in epochs["value"])
+    seconds = {"seconds": series["seconds"]["value"][-1]} if inside and "seconds" in series else {}
+    return {**run, **seconds, "steps": end or run["steps"], "series": series, "finished": reached}
+
+
+def _before(one: Mapping[str, list[Any]], end: int) -> dict[str, list[Any]]:
+    count = sum(update <= end for update in one["update"])
+    return {key: values[:count] for key, values in one.items()}
+
+
+# What a record says of itself
 
 
 def name(record: Record) -> str:
-    """The record's name in files and links: ``mnist-mnist``, ``mnist-digits-embedded``."""
+    """Return the record's name in files and links: ``mnist-mnist-laptop``, ``mnist-digits-embedded``."""
     if record["kind"] != "experiment":
         parts = [record["kind"], record.get("name", "")]
     else:
         kind = record["data"]["kind"]
-        parts = [record["experiment"], record["data"]["name"], "" if kind == "real" else kind]
-    return (
-        "-".join(filter(None, (re.sub(r"[^A-Za-z0-9_.]+", "_", str(part)).strip("._") for part in parts))) or "record"
-    )
+        parts = [record["experiment"], record["data"]["name"], "" if kind == "real" else kind, record.get("scale", "")]
+    safe = (re.sub(r"[^A-Za-z0-9_.]+", "_", str(part)).strip("._") for part in parts)
+    return "-".join(filter(None, safe)) or "record"
 
 
 def badge(record: Record) -> str:
-    """What no reader may miss: whether the numbers are about the paper's data or about a stand-in."""
+    """Return whether the numbers are about the paper's data or about a stand-in, which no reader may miss."""
     kind: str = record["data"]["kind"]
     return BADGES.get(kind, kind.upper())
+
+
+def environments(record: Record) -> list[Mapping[str, Any]]:
+    """Return the environments of a record's rows that differ in more than the time, or that of another record."""
+    every = [run.get("environment", {}) for run in record["runs"]] if "runs" in record else [record["environment"]]
+    found: dict[str, Mapping[str, Any]] = {}
+    for env in every:
+        found.setdefault(json.dumps([env.get(key) for key in _FINGERPRINT], sort_keys=True), env)
+    return list(found.values())
+
+
+def commands(record: Record) -> list[str]:
+    """Return the commands that made a record's rows, or another record."""
+    every = [run.get("command") for run in record["runs"]] if "runs" in record else record.get("commands", [])
+    return [command for command in dict.fromkeys(every or [record.get("command")]) if command]
+
+
+def machine(env: Mapping[str, Any]) -> str:
+    """Return a machine in a few words: its GPU, else cores and processor."""
+    found = env.get("machine", {})
+    processor = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b|@.*", "", str(found.get("cpu", "unknown")))
+    cores = found.get("cores", "?")
+    return found.get("gpu") or f"{cores} core{'s' * (cores != 1)}, {' '.join(processor.split())}"
 
 
 # Files
@@ -313,8 +374,17 @@ def badge(record: Record) -> str:
 def save(record: Record, folder: str | os.PathLike[str]) -> Path:
     """Write ``<name>.json`` in one move; a line for each list of numbers, so that changes can be read."""
     path = Path(folder) / f"{name(record)}.json"
-    write(path, _dump(record) + "\n")
+    write(path, _dump(_finite(record)) + "\n")
     return path
+
+
+def _finite(value: Any) -> Any:
+    """Return what JSON can hold: infinities as words, which ``float`` reads, and text for keys."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write(path: Path, text: str) -> None:
@@ -360,14 +430,15 @@ def load(path: str | os.PathLike[str], command: str = "lamina report") -> Record
 
 def _check_experiment(record: Record, shown: str, remedy: str) -> None:
     try:
-        if not all(
-            isinstance(text, str) for text in (record["experiment"], record["data"]["name"], record["data"]["kind"])
-        ):
+        texts = (record["experiment"], record["data"]["name"], record["data"]["kind"], record.get("scale", ""))
+        if not all(isinstance(text, str) for text in texts):
             raise TypeError("names must be text")
         for run in record["runs"]:
-            lengths = {len(values) for values in run["curve"].values()}
-            if len(lengths) > 1 or not isinstance(run["config"], dict) or "seed" not in run or "finished" not in run:
-                raise TypeError("a run lacks config, seed or finished, or its lists differ in length")
+            lengths = [{len(one[key]) for key in ("update", "value")} for one in run["series"].values()]
+            if any(len(one) > 1 for one in lengths) or not isinstance(run["config"], dict):
+                raise TypeError("a run lacks its settings, or its lists differ in length")
+            if "seed" not in run or "finished" not in run:
+                raise TypeError("a run lacks seed or finished")
     except (KeyError, TypeError, AttributeError) as error:
         missing = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise fail("a record of an experiment must be whole", f"{shown}: {missing}", remedy) from None

@@ -1,7 +1,11 @@
-"""Which code a record covers, and whether that code has changed since the commit that the record was made at."""
+"""Which code a record covers, and whether that code has changed since the commits that its rows were made at.
+
+Code is compared, not words: comments, docstrings, imports and the names of files may change.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -12,15 +16,15 @@ from ..runs.environment import changed_since
 
 @dataclass(frozen=True)
 class Code:
-    """A part of the package: how a reader calls it, and its files as git's pathspecs below ``lamina/``."""
+    """Part of the package: how a reader calls it, and its files as git's pathspecs below ``lamina/``."""
 
     name: str
     files: tuple[str, ...]
 
 
 _RECURRENT = ("functional.py", "opaque.py", "recurrent.py", "recurrent_module.py", "cells.py")
-_TRAINING = (
-    *("lab/training", "lab/experiments/*/model.py", "lab/experiments/images.py", "lab/data", "optim.py"),
+_TRAINING = (  # without lab/data: a record holds the SHA-256 of its data
+    *("lab/training", "lab/experiments/*/model.py", "lab/experiments/images.py", "optim.py"),
     *("layers.py", "baselines.py", "population_statistics.py"),
 )
 GPU = Code("the GPU kernels or the layers that call them", (*_RECURRENT, "layers.py", "kernels", ":!kernels/cpu*.py"))
@@ -52,11 +56,13 @@ def covered(record: Mapping[str, Any]) -> Code:
 
 def marks(record: Mapping[str, Any]) -> Iterator[str]:
     """Say for each commit of a record that its code has changed since, or that git cannot tell."""
-    environments = record.get("environments") or [record.get("environment") or {}]
+    rows = record.get("runs", [record])
+    commits = Counter(str(row["environment"]["commit"]) for row in rows if (row.get("environment") or {}).get("commit"))
     code = covered(record)
-    for commit in dict.fromkeys(str(env["commit"]) for env in environments if env.get("commit")):
+    for commit, count in commits.items():
+        part = f"{count} of {len(rows)} runs " if count < len(rows) else ""
         changed = changed_since(commit, code.files)
         if changed is None:
             yield f"Not checked: whether {code.name} changed after commit {commit[:12]}. Git does not know it here."
         elif changed:
-            yield f"Stale: made at commit {commit[:12]}; {code.name} changed after it."
+            yield f"Stale: {part}made at commit {commit[:12]}; {code.name} changed after it."

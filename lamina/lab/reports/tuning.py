@@ -1,4 +1,4 @@
-"""The same search for every variant: short runs over a grid, the setting with the lowest validation figure wins.
+"""The same search for every variant: short runs over a grid, the setting with the best validation figure wins.
 
 ``lamina run mnist --lr 1e-4,3e-4,1e-3 --epochs 2 --runs runs/tune`` makes the runs, ``lamina tune runs/tune`` chooses,
 ``lamina run mnist --tuned FILE`` trains with what was chosen. Test cases play no part.
@@ -14,36 +14,43 @@ from statistics import fmean
 from typing import Any
 
 from ...errors import fail
-from ..experiments import Config, Sheet, find
+from ..experiment import Config, Sheet
+from ..experiments import find
+from ..results import BOOKKEEPING, Metric, series_of
 from . import records
 from .verdicts import label
 
 Run = Mapping[str, Any]
-NOT_SEARCHED = ("epochs", "eval_every", "log_every", "checkpoint_every")  # how long and how often, not what
+NOT_SEARCHED = ("epochs", "updates", *BOOKKEEPING)  # how long and how often, not what
 
 
-def choose(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
-    """One record for each experiment and data set under ``paths``: every combination's figures and the best one."""
+def choose(paths: Iterable[str | os.PathLike[str]], scale: str = "") -> list[dict[str, Any]]:
+    """Return a record for each experiment and data set under ``paths``: every combination and the best one.
+
+    scale: the scale whose settings were searched, for the record's name.
+    """
     found = [record for record in records.collect(paths) if record.get("kind") == "experiment"]
     if not found:
         raise fail(
             "tuning reads run folders", f"none under {', '.join(map(str, paths))}", "lamina run NAME --lr A,B first."
         )
-    return [_tuned(record) for record in found]
+    return [_tuned(record, scale) for record in found]
 
 
-def _tuned(record: Mapping[str, Any]) -> dict[str, Any]:
+def _tuned(record: records.Record, scale: str) -> dict[str, Any]:
     sheet = find(record["experiment"])
     searched = _searched(record["runs"], sheet)
     rows = [_row(sheet, variant, searched, runs) for variant, runs in _groups(record["runs"], [*sheet.vary, *searched])]
-    kept = {k: record[k] for k in ("schema", "experiment", "data", "environment", "commands") if k in record}
-    name = f"{record['experiment']}-{record['data']['name']}"
-    found = {"searched": searched, "rows": rows, "chosen": _best(rows, sheet.vary)}
-    return {**kept, "kind": "tuning", "name": name, "metric": f"lowest {sheet.headline}", **found}
+    kept = {key: record[key] for key in ("schema", "experiment", "data")}
+    kept |= {"environment": records.environments(record)[0], "commands": records.commands(record)}
+    name = "-".join(filter(None, (record["experiment"], record["data"]["name"], scale)))
+    found = {"searched": searched, "rows": rows, "chosen": _best(rows, sheet)}
+    best = "highest" if sheet.headline.higher else "lowest"
+    return {**kept, "kind": "tuning", "name": name, "metric": f"{best} {sheet.headline.name}", **found}
 
 
 def _searched(runs: Iterable[Run], sheet: Sheet) -> list[str]:
-    """The settings that differ between runs besides those that tell variants apart."""
+    """Return the settings that differ between runs besides those that tell variants apart."""
     configs = [run["config"] for run in runs]
     names = [n for n in configs[0] if n not in (*sheet.vary, *NOT_SEARCHED)]
     return [n for n in names if len({c[n] for c in configs}) > 1] or ["lr"]
@@ -57,31 +64,31 @@ def _groups(runs: Iterable[Run], names: list[str]) -> list[tuple[dict[str, Any],
 
 
 def _row(sheet: Sheet, settings: dict[str, Any], searched: list[str], runs: list[Run]) -> dict[str, Any]:
-    values = [_lowest(run, sheet.headline) for run in runs]
+    values = [_best_value(run, sheet.headline) for run in runs]
     finite = [v for v in values if v is not None]
     mean = fmean(finite) if len(finite) == len(values) else None  # a seed that diverged rules the setting out
     return {"variant": {k: settings[k] for k in sheet.vary}, "setting": {k: settings[k] for k in searched},
             "epochs": runs[0]["config"]["epochs"], "values": values, "n": len(values), "mean": mean}  # fmt: skip
 
 
-def _lowest(run: Run, metric: str) -> float | None:
-    """The lowest value of a run that went well; None for one that ended early or was not finite at some evaluation."""
-    curve = run["curve"].get(metric, ())
-    well = run["finished"] and curve and all(v is not None and math.isfinite(v) for v in curve)
-    return min(curve) if well else None
+def _best_value(run: Run, metric: Metric) -> float | None:
+    """Return the best value of a run that went well; None for one that ended early or was once not finite."""
+    series = series_of(run, metric)
+    well = run["finished"] and series is not None and all(map(math.isfinite, series[1]))
+    return metric.best(series[1]) if well and series is not None else None
 
 
-def _best(rows: list[dict[str, Any]], vary: tuple[str, ...]) -> list[dict[str, Any]]:
+def _best(rows: list[dict[str, Any]], sheet: Sheet) -> list[dict[str, Any]]:
     best: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
-        key = tuple(row["variant"][k] for k in vary)
-        if row["mean"] is not None and (key not in best or row["mean"] < best[key]["mean"]):
+        key = tuple(row["variant"][k] for k in sheet.vary)
+        if row["mean"] is not None and (key not in best or sheet.headline.is_better(row["mean"], best[key]["mean"])):
             best[key] = row
     return [{**row["variant"], **row["setting"]} for row in best.values()]
 
 
 def apply(record: Mapping[str, Any], experiment: str, config: Config, given: tuple[str, ...] = ()) -> Config:
-    """``config`` with what was chosen for its variant; settings the user gave are not to be overruled."""
+    """Return ``config`` with what was chosen for its variant; settings the user gave are not to be overruled."""
     if record.get("kind") != "tuning" or record.get("experiment") != experiment:
         received = f"a record of kind {record.get('kind')!r}, experiment {record.get('experiment')!r}"
         raise fail(f"--tuned needs a tuning record of {experiment}", received, "Make one with lamina tune.")
@@ -101,7 +108,7 @@ def apply(record: Mapping[str, Any], experiment: str, config: Config, given: tup
 
 
 def table(record: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns and rows: each variant's mean figure at every setting, the chosen one marked."""
+    """Return caption, columns and rows: each variant's mean figure at every setting, the chosen one marked."""
     sheet = find(record["experiment"])
     settings = sorted((row["setting"] for row in record["rows"]), key=lambda s: tuple(s.values()))
     columns = list(dict.fromkeys(_shown_setting(setting) for setting in settings))

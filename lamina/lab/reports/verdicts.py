@@ -1,7 +1,8 @@
-"""What the runs of a record come to: its variants, their numbers, and the verdicts on the paper's claims."""
+"""Variants of a record, their numbers, and the verdicts on the paper's claims."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import defaultdict
@@ -10,40 +11,43 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from ...errors import not_installed
+from ..claims import INCONCLUSIVE, Verdict, judge
 from ..results import BOOKKEEPING, Results
+from ..statistics import crossing
 
 if TYPE_CHECKING:
-    from ..experiment import Claim, Number, Sheet
+    from ..claims import Claim
+    from ..experiment import Number, Sheet
 
 Record = dict[str, Any]
 
-WORDS = {True: "held", False: "did not hold", None: "inconclusive"}
 UNJUDGED = "could not be judged"
 
 
 def find_sheet(experiment: str) -> Sheet | None:
-    """The experiment's sheet; None for a name this version does not know."""
+    """Return the experiment's sheet; None for a name this version does not know."""
     from ..experiments import SHEETS
 
     return SHEETS.get(experiment)
 
 
 def variants(record: Record, sheet: Sheet) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """The settings that tell the record's variants apart, each with its runs, in the sheet's order.
+    """Return the settings that tell the record's variants apart, each with its runs, in the sheet's order.
 
     Runs that the sheet takes for one variant but that differ in another setting (two step sizes, say) are not one
     sample: the setting then tells variants apart too.
     """
     keys = (*sheet.vary, *mixed_settings(record, sheet))
     groups: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
-    for run in record["runs"]:
+    for run in sorted(record["runs"], key=lambda run: run["seed"]):
         settings = {key: run["config"].get(key) for key in keys}
         groups.setdefault(json.dumps(settings), (settings, []))[1].append(run)
-    return sorted(groups.values(), key=lambda group: [_rank(sheet, key, value) for key, value in group[0].items()])
+    orders = {axis.setting: list(axis.labels) for axis in sheet.axes}
+    return sorted(groups.values(), key=lambda group: [_rank(orders.get(k, []), v) for k, v in group[0].items()])
 
 
 def mixed_settings(record: Record, sheet: Sheet) -> list[str]:
-    """Settings beyond ``sheet.vary`` in which runs of one variant differ."""
+    """Return settings beyond ``sheet.vary`` in which runs of one variant differ."""
     values: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for run in record["runs"]:
         variant = json.dumps([run["config"].get(key) for key in sheet.vary])
@@ -53,65 +57,60 @@ def mixed_settings(record: Record, sheet: Sheet) -> list[str]:
     return sorted(key for key, found in values.items() if any(len(each) > 1 for each in found.values()))
 
 
-def _rank(sheet: Sheet, key: str, value: Any) -> tuple[int, float, str]:
-    norms = list(sheet.norms)
-    if key == "norm" and value in norms:
-        return 0, norms.index(value), ""
+def _rank(order: Sequence[Any], value: Any) -> tuple[int, float, str]:
+    if value in order:
+        return 0, order.index(value), ""
     return (1, float(value), "") if isinstance(value, (int, float)) else (2, 0.0, str(value))
 
 
 def label(sheet: Sheet, settings: Mapping[str, Any], known: Iterable[str] = ()) -> str:
-    """A variant in words: ``layer norm, batch size 4``; without the settings that are known from elsewhere."""
-    words = []
-    for key, value in settings.items():
-        if key == "norm":
-            words.append(str(sheet.norms.get(value, value)))
-        elif key not in known:
-            words.append(f"{key.replace('_', ' ')} {value:g}" if isinstance(value, (int, float)) else str(value))
-    return ", ".join(words)
+    """Return a variant in words: ``layer norm, batch size 4``; without the settings that are known from elsewhere."""
+    names = {axis.setting: axis.labels for axis in sheet.axes}
+    left = {key: value for key, value in settings.items() if key not in known} or settings
+    return ", ".join(names.get(key, {}).get(value) or _in_words(sheet, key, value) for key, value in left.items())
+
+
+def _in_words(sheet: Sheet, key: str, value: Any) -> str:
+    if isinstance(value, str) and key == sheet.vary[0]:
+        return value
+    return f"{key.replace('_', ' ')} {value:g}" if isinstance(value, (int, float)) else f"{key} {value}"
 
 
 def results(runs: Sequence[Mapping[str, Any]]) -> Results:
-    """Finished runs as claims read them: a value that was not finite counts as infinitely bad."""
-    return Results([{**run, "curve": _filled(run["curve"])} for run in runs if run["finished"]])
-
-
-def _filled(curve: Mapping[str, Sequence[Any]]) -> dict[str, list[float]]:
-    return {key: [math.inf if value is None else value for value in values] for key, values in curve.items()}
+    """Return the finished runs: the last value of a run that was cut short is not what the run was for."""
+    return Results([run for run in runs if run["finished"]])
 
 
 def judged(record: Record) -> Record:
-    """The record with its summary and claims worked out by today's sheet; as it is where there is none.
-
-    Both rest on finished runs alone: the last value of a run that was cut short is not what the run was for.
-    """
+    """Return the record with its summary and claims worked out by today's sheet; as it is where there is none."""
     sheet = find_sheet(record["experiment"])
     if sheet is None:
         return {"summary": [], "claims": [], **record}
     groups = variants(record, sheet)
     finished = results([run for _, runs in groups for run in runs])
-    summary = [summarise(number, runs, settings) for settings, runs in groups for number in sheet.numbers]
     return {
         **record,
-        "runs": [run for _, runs in groups for run in sorted(runs, key=lambda run: run["seed"])],
-        "summary": summary,
-        "claims": [_judge(claim, finished) for claim in sheet.claims],
+        "runs": [run for _, runs in groups for run in runs],
+        "summary": [summarise(number, runs, settings, sheet) for settings, runs in groups for number in sheet.numbers],
+        "claims": [_told(claim, _verdict(claim, finished, sheet)) for claim in sheet.claims],
     }
 
 
-def summarise(number: Number, runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Mean and spread over seeds; None among the values stands for "never" or "not finite"."""
-    done = results(runs)
-    if number.target is not None:
-        sample, at = done.steps_to(number.metric, number.target), f"updates to {number.target:g}"
+def summarise(
+    number: Number, runs: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], sheet: Sheet
+) -> dict[str, Any]:
+    """Return mean and spread over seeds; None among the values stands for "never" or "not finite"."""
+    done, metric, target = results(runs), sheet.metric(number.metric), number.target
+    if target is not None:
+        found = {seed: crossing(one, target, metric.higher) for seed, one in done.series(metric).items()}
     else:
-        sample, at = (done.best if number.at == "best" else done.last)(number.metric), number.at
-    values = [value if math.isfinite(value) else None for value in sample.values]
+        found = dict((done.best if number.at == "best" else done.final)(metric))
+    values = [rounded(value) for value in found.values()]
     finite = [value for value in values if value is not None]
     return {
         "variant": dict(settings),
         "metric": number.metric,
-        "at": at,
+        "at": number.at if target is None else f"updates to {target:g}",
         "values": values,
         "n": len(values),
         # A seed that never got there has no number, so the sample has no mean; the values say how many did.
@@ -120,28 +119,34 @@ def summarise(number: Number, runs: Sequence[Mapping[str, Any]], settings: Mappi
     }
 
 
-def _judge(claim: Claim, finished: Results) -> dict[str, Any]:
+def _verdict(claim: Claim, finished: Results, sheet: Sheet) -> Verdict:
     try:
-        verdict = claim.judge(finished)
-        held, measured, reason = verdict.held, verdict.measured, verdict.reason
+        return judge(claim, finished, sheet.metric)
     except ModuleNotFoundError as missing:
-        held, measured, reason = None, not_installed(missing.name), UNJUDGED
+        return Verdict(INCONCLUSIVE, not_installed(missing.name), UNJUDGED)
     except Exception as error:  # one claim that cannot be judged must not cost the reader the rest
-        held, measured, reason = None, f"{type(error).__name__}: {error}", UNJUDGED
-    told = {"held": held, "measured": measured, "reason": reason}
-    return {"name": claim.name, "text": claim.text, "paper": claim.paper, **told}
+        return Verdict(INCONCLUSIVE, f"{type(error).__name__}: {error}", UNJUDGED)
 
 
-def in_words(claim: Mapping[str, Any]) -> str:
-    """The verdict on a record's claim, with the reason where it is inconclusive."""
-    word = WORDS[claim["held"]]
-    return f"{word}: {claim['reason']}" if claim.get("reason") else word
+def _told(claim: Claim, verdict: Verdict) -> dict[str, Any]:
+    """Return what a record keeps of a verdict: six digits, infinities as they are."""
+    said = {key: getattr(claim, key) for key in ("name", "text", "paper", "claimed", "doubt")}
+    found = {**dataclasses.asdict(verdict), "indicative": verdict.indicative}
+    return {**said, **{key: _six_digits(value) for key, value in found.items()}}
+
+
+def _six_digits(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _six_digits(item) for key, item in value.items()}
+    return [_six_digits(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def rounded(value: Any) -> Any:
-    """Floats to six significant digits, which is more than seeds agree on; not finite becomes None."""
+    """Return floats to six significant digits, which is more than seeds agree on; not finite becomes None."""
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return _six_digits(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: rounded(item) for key, item in value.items()}
     return [rounded(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -76,7 +76,7 @@ FIGURES = (
     ),
 )
 
-# Lowest validation NLL in short runs, seed 100, one grid for all: results/tuning-convnet_cifar10_subset-laptop.json.
+# Lowest validation NLL in short runs, seed 100, one grid for all: results/tuning-convnet_cifar10_subset_laptop.json.
 LAPTOP_STEP_SIZES = (
     {"norm": "none", "lr": 1e-3},
     {"norm": "layer", "lr": 3e-3},
@@ -128,8 +128,8 @@ SHEET = Sheet(
     figures=FIGURES,
     numbers=(
         Number("train_nll", "final train NLL"),
-        Number("test_error", "final test error, %", scale=100, digits=2),
-        Number("test_error", "best test error, %", at="best", scale=100, digits=2),
+        Number("test_error", "final test error, %", scale=100),
+        Number("test_error", "best test error, %", at="best", scale=100),
     ),
     claims=CLAIMS,
     headline=Metric("valid_nll", "validation NLL"),

@@ -62,7 +62,7 @@ def _step_sizes(rows: dict[tuple[str, int], float]) -> tuple[dict[str, Any], ...
     return tuple({"norm": norm, "batch_size": size, "lr": lr} for (norm, size), lr in rows.items())
 
 
-# Lowest validation NLL in short runs, seed 100, one grid for all: results/tuning-mnist_mnist-laptop.json.
+# Lowest validation NLL in short runs, seed 100, one grid for all: results/tuning-mnist_mnist_laptop.json.
 LAPTOP_STEP_SIZES = _step_sizes(
     {
         **{("layer", 128): 3e-3, ("batch", 128): 1e-2, ("batch_hidden", 128): 1e-3},
@@ -125,8 +125,8 @@ SHEET = Sheet(
     figures=FIGURES,
     numbers=(
         Number("train_nll", "final train NLL"),
-        Number("test_error", "final test error, %", scale=100, digits=2),
-        Number("test_error", "best test error, %", at="best", scale=100, digits=2),
+        Number("test_error", "final test error, %", scale=100),
+        Number("test_error", "best test error, %", at="best", scale=100),
     ),
     claims=CLAIMS,
     headline=Metric("valid_nll", "validation NLL"),
