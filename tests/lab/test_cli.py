@@ -398,7 +398,7 @@ def test_what_is_given_counts_more_than_the_scale_and_takes_its_name_away():
 
 def test_runs_in_two_processes(capsys, tmp_path):
     """One of them diverges: its message is shown, the other goes on, and the code says that one failed."""
-    words = [*SMALL, "--epochs", "3", "--lr", "1e-3,1e30", "--jobs", "2", "--runs", tmp_path]
+    words = [*SMALL, "--epochs", "1", "--lr", "1e-3,1e30", "--jobs", "2", "--runs", tmp_path]
     out, err = said(capsys, *words, code=1)
     assert "2 run(s) on EMBEDDED STAND-IN" in out
     assert "lamina report" in out
@@ -480,7 +480,7 @@ def stop(process, number, folders):
 
 @pytest.mark.slow
 def test_sigterm_saves_a_checkpoint_and_resume_finishes(capsys, tmp_path):
-    words = [*LONG, "--epochs", 100, "--runs", tmp_path]
+    words = [*LONG, "--epochs", 30, "--runs", tmp_path]
     folder = tmp_path / HOME / "layer-batch_size128-seed0"
     with start(*words) as process:
         stop(process, signal.SIGTERM, [folder])
@@ -529,7 +529,7 @@ def test_reproduce_and_again(capsys, tmp_path):
 
 def test_paper_runs_what_the_folder_holds_stops_in_time_and_goes_on(capsys, tmp_path, monkeypatch, toy_sheet):
     monkeypatch.setitem(SHEETS, "bare", dataclasses.replace(toy_sheet, name="bare", scales={}))
-    words = ["paper", "--data", toy.TEXT.parent, "--only", "toy,mnist,bare", "--jobs", "1"]
+    words = ["paper", "--data", toy.TEXT.parent, "--only", "toy,mnist,bare", "--jobs", "2"]
     words += ["--runs", tmp_path / "runs", "--out", tmp_path / "out"]
     out, err = said(capsys, *words, "--hours", "0.000001")
     assert "toy: lines of a story (real); a story, seconds" in out
@@ -541,7 +541,7 @@ def test_paper_runs_what_the_folder_holds_stops_in_time_and_goes_on(capsys, tmp_
     out, err = said(capsys, *words)
     assert "0 of 4 runs left" in out
     assert "│ toy        │ 4    │ 0    │ -" in out
-    assert re.search(r"2 of 4 runs have ended; toy: 2 runs done, 2 left, ends about \w+ \d\d:\d\d", err)
+    assert re.search(r"[12] of 4 runs have ended; toy: \d runs done, \d left, ends about \w+ \d\d:\d\d", err)
     assert (tmp_path / "out" / "report.html").exists()
     homes = {path.parent.parent.name for path in tmp_path.glob("runs/toy/*/*/summary.json")}
     assert homes == {"lines-real-laptop"}

@@ -223,9 +223,11 @@ class Pool:
         for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
             worker.reader.join(timeout=5)
             self._relay(wait=0.001)
-            code = worker.process.returncode
-            unasked = f"ended by {signal.Signals(-code).name}, which nobody here sent (out of memory?)"
-            self._finished(worker, 1, "" if code >= 0 else unasked)
+            number = -worker.process.returncode
+            died = (
+                f"ended by {signal.Signals(number).name}, which nobody here sent (out of memory?)" if number > 0 else ""
+            )
+            self._finished(worker, 1, died)
             self._workers.remove(worker)
             _close(worker)
 

@@ -79,6 +79,10 @@ class Section:
         data = self.data.partition(" (")[0]
         return ", ".join(filter(None, (self.title, "" if data in self.title else data, self.place)))
 
+    @property
+    def tally(self) -> Tally:
+        return Tally.of(self.claims)
+
 
 @dataclass(frozen=True)
 class Report:

@@ -91,7 +91,7 @@ SCALES = {
         without=_ONLY_AT_128,
     ),
     "laptop": Scale(
-        about="real MNIST, 400 units in place of 1,000, 3 epochs; 35 minutes on two cores",
+        about="real MNIST, 400 units in place of 1,000, 3 epochs; 30 minutes on two cores",
         seeds=5,
         settings={
             **{"hidden": 400, "epochs": 3.0, "eval_every": 0.05, "curve_cases": 2000},
