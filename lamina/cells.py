@@ -137,22 +137,17 @@ class RecurrentCell(RecurrentModule):
     def _check_input(self, input: Any) -> None:
         name, size = f"{type(self).__name__}(input_size={self.input_size})", self.input_size
         if not isinstance(input, Tensor) or input.dim() not in (1, 2) or input.shape[-1] != size:
-            raise fail(
-                f"{name} needs an input [B, {size}] or [{size}]",
-                describe(input),
-                "Pass one step of a sequence, or use a layer for whole sequences.",
-            )
+            rule = f"{name} needs an input [B, {size}] or [{size}]"
+            raise fail(rule, describe(input), "Pass one step of a sequence, or use a layer for whole sequences.")
 
     def _check_hx(self, hx: Any, x: Tensor, batched: bool) -> State:
         state = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
         count = STATES[self.cell]
         shape = [x.shape[0], self.hidden_size] if batched else [self.hidden_size]
         if len(state) != count or any(not isinstance(s, Tensor) or list(s.shape) != shape for s in state):
-            raise fail(
-                f"{type(self).__name__} takes {'(h, c)' if count == 2 else 'h'} of shape {shape} as hx",
-                ", ".join(describe(s) for s in state),
-                "Match the batch size and hidden_size, or pass None.",
-            )
+            rule = f"{type(self).__name__} takes {'(h, c)' if count == 2 else 'h'} of shape {shape} as hx"
+            remedy = "Match the batch size and hidden_size, or pass None."
+            raise fail(rule, ", ".join(describe(s) for s in state), remedy)
         return state if batched else tuple(s.unsqueeze(0) for s in state)
 
 
@@ -163,29 +158,14 @@ class RNNCell(RecurrentCell):
     cell = "RNN"
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        nonlinearity: str = "tanh",
-        device: Any = None,
+        self, input_size: int, hidden_size: int, bias: bool = True, nonlinearity: str = "tanh", device: Any = None,
         dtype: Any = None,
-        *,
-        norm: str | None = "layer",
-        placement: str | None = None,
-        eps: float = 1e-5,
-        eps_mode: str = "var",
-        gain_init: float | None = None,
-        forget_bias: float | None = None,
-        zoneout: float | tuple[float, float] = 0.0,
-        recurrent_dropout: float = 0.0,
-        learn_initial_state: bool = False,
-        backend: str = "auto",
-        recompute: bool = False,
-        momentum: float | None = 0.1,
-        eval_statistics: str = "population",
+        *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
+        gain_init: float | None = None, forget_bias: float | None = None, zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0, learn_initial_state: bool = False, backend: str = "auto",
+        recompute: bool = False, momentum: float | None = 0.1, eval_statistics: str = "population",
         max_steps: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         one_of("nonlinearity", nonlinearity, ("tanh", "relu"))
         super().__init__(input_size, hidden_size, bias, device, dtype, Options.of(locals()))
         self.nonlinearity = nonlinearity
@@ -198,28 +178,13 @@ class GRUCell(RecurrentCell):
     cell = "GRU"
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        norm: str | None = "layer",
-        placement: str | None = None,
-        eps: float = 1e-5,
-        eps_mode: str = "var",
-        gain_init: float | None = None,
-        forget_bias: float | None = None,
-        zoneout: float | tuple[float, float] = 0.0,
-        recurrent_dropout: float = 0.0,
-        learn_initial_state: bool = False,
-        backend: str = "auto",
-        recompute: bool = False,
-        momentum: float | None = 0.1,
-        eval_statistics: str = "population",
+        self, input_size: int, hidden_size: int, bias: bool = True, device: Any = None, dtype: Any = None,
+        *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
+        gain_init: float | None = None, forget_bias: float | None = None, zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0, learn_initial_state: bool = False, backend: str = "auto",
+        recompute: bool = False, momentum: float | None = 0.1, eval_statistics: str = "population",
         max_steps: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(input_size, hidden_size, bias, device, dtype, Options.of(locals()))
 
 
@@ -230,26 +195,11 @@ class LSTMCell(RecurrentCell):
     cell = "LSTM"
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        norm: str | None = "layer",
-        placement: str | None = None,
-        eps: float = 1e-5,
-        eps_mode: str = "var",
-        gain_init: float | None = None,
-        forget_bias: float | None = None,
-        zoneout: float | tuple[float, float] = 0.0,
-        recurrent_dropout: float = 0.0,
-        learn_initial_state: bool = False,
-        backend: str = "auto",
-        recompute: bool = False,
-        momentum: float | None = 0.1,
-        eval_statistics: str = "population",
+        self, input_size: int, hidden_size: int, bias: bool = True, device: Any = None, dtype: Any = None,
+        *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
+        gain_init: float | None = None, forget_bias: float | None = None, zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0, learn_initial_state: bool = False, backend: str = "auto",
+        recompute: bool = False, momentum: float | None = 0.1, eval_statistics: str = "population",
         max_steps: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(input_size, hidden_size, bias, device, dtype, Options.of(locals()))

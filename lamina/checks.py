@@ -11,22 +11,9 @@ from torch import Tensor
 from .errors import BackendError, InputError, fail, one_of, show
 
 __all__ = [
-    "BackendError",
-    "InputError",
-    "autocast_dtype",
-    "boolean",
-    "check_kind",
-    "describe",
-    "epsilon",
-    "fail",
-    "finite",
-    "one_of",
-    "positive_int",
-    "probability",
-    "readable",
-    "show",
-    "transformed",
-]
+    "BackendError", "InputError", "autocast_dtype", "boolean", "check_kind", "describe", "epsilon", "fail", "finite",
+    "one_of", "positive_int", "probability", "readable", "show", "transformed",
+]  # fmt: skip
 
 
 def describe(value: object) -> str:
@@ -104,20 +91,14 @@ def check_kind(layer: str, input: object, parameter: Tensor | None, *, half_inpu
     if parameter is None:
         return input
     if input.device != parameter.device:
-        raise fail(
-            f"{layer} needs its input on the device of its parameters, {parameter.device}",
-            describe(input),
-            "Move the layer or the input with .to(device).",
-        )
+        rule = f"{layer} needs its input on the device of its parameters, {parameter.device}"
+        raise fail(rule, describe(input), "Move the layer or the input with .to(device).")
     if input.dtype == parameter.dtype:
         return input
     mixed = half_input and parameter.dtype == torch.float32 == torch.promote_types(input.dtype, torch.float32)
     if not mixed and autocast_dtype(input) is None:
-        raise fail(
-            f"{layer} needs an input of the dtype of its parameters, {parameter.dtype}",
-            describe(input),
-            "Cast one of them with .to(dtype), or use torch.autocast.",
-        )
+        rule = f"{layer} needs an input of the dtype of its parameters, {parameter.dtype}"
+        raise fail(rule, describe(input), "Cast one of them with .to(dtype), or use torch.autocast.")
     return input
 
 

@@ -92,14 +92,9 @@ class _Plan:
 
 
 def convert(
-    model: nn.Module,
-    norm: str | None = "layer",
-    *,
-    layer_norm: bool = True,
-    include: Selection = None,
-    exclude: Selection = None,
-    **options: Any,
-) -> Conversion:
+    model: nn.Module, norm: str | None = "layer",
+    *, layer_norm: bool = True, include: Selection = None, exclude: Selection = None, **options: Any,
+) -> Conversion:  # fmt: skip
     """Replace every RNN, LSTM, GRU, cell and LayerNorm of ``torch.nn`` in a model by lamina's, in place.
 
     Parameters stay the same objects, so tied weights and ``requires_grad`` are kept, as are devices, dtypes, training
@@ -144,11 +139,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
     known = [f.name for f in fields(Options) if f.name not in ("norm", "forget_bias")]
     for name, value in options.items():
         if name == "forget_bias":
-            raise fail(
-                "convert keeps the biases of the model, so it cannot set forget_bias",
-                f"forget_bias={value!r}",
-                "Drop it. To change the forget bias, fill the forget quarter of bias_ih after converting.",
-            )
+            rule = "convert keeps the biases of the model, so it cannot set forget_bias"
+            remedy = "Drop it. To change the forget bias, fill the forget quarter of bias_ih after converting."
+            raise fail(rule, f"forget_bias={value!r}", remedy)
         one_of("an option of convert", name, known)
 
 
@@ -292,12 +285,8 @@ def _kept_random_state(like: torch.Tensor | None) -> AbstractContextManager[None
 
 
 def _layer_norm_arguments(module: nn.LayerNorm) -> dict[str, Any]:
-    return {
-        "normalized_shape": module.normalized_shape,
-        "eps": module.eps,
-        "elementwise_affine": module.elementwise_affine,
-        "bias": module.bias is not None,
-    }
+    same = {name: getattr(module, name) for name in ("normalized_shape", "eps", "elementwise_affine")}
+    return {**same, "bias": module.bias is not None}
 
 
 def _recurrent_arguments(module: nn.Module) -> dict[str, Any]:

@@ -25,17 +25,10 @@ from .reference import ACTIVATIONS, EPS_MODES, CellWeights, LSTMState, Masks, Mo
 
 
 def layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    eps_mode: str = "var",
-    *,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    backend: str = "auto",
-) -> Any:
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, eps_mode: str = "var",
+    *, activation: str | None = None, residual: Tensor | None = None, backend: str = "auto",
+) -> Any:  # fmt: skip
     """Return gain (z - mu)/sigma + bias over the last axes (Eq. 3), then apply the named activation.
 
     With a ``residual``, z is input + residual, and the result is the pair (output, z), as pre-norm residual blocks
@@ -67,12 +60,7 @@ def layer_norm(
 
 
 def quick_layer_norm(
-    input: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    eps_mode: str,
+    input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, eps_mode: str
 ) -> Tensor | None:
     """Call torch's layer norm directly if it would be chosen anyway; return None if the full checks are needed.
 
@@ -92,13 +80,9 @@ def quick_layer_norm(
 
 
 def norm_request(
-    input: Tensor,
-    shape: Sequence[int],
-    eps: float,
-    eps_mode: str,
-    weight: Tensor | None = None,
+    input: Tensor, shape: Sequence[int], eps: float, eps_mode: str, weight: Tensor | None = None,
     residual: Tensor | None = None,
-) -> Request:
+) -> Request:  # fmt: skip
     """Return the properties of a layer norm that determine its backend."""
     width = math.prod(shape)
     others = [t for t in (weight, residual) if t is not None]
@@ -112,11 +96,8 @@ def _check_epilogue(input: Tensor, activation: str | None, residual: Tensor | No
     if activation is not None:
         one_of("activation", activation, ACTIVATIONS)
     if residual is not None and (residual.shape, residual.dtype) != (input.shape, input.dtype):
-        raise fail(
-            f"layer_norm needs a residual of the shape and dtype of its input, {describe(input)}",
-            describe(residual),
-            "Reshape or cast it.",
-        )
+        rule = f"layer_norm needs a residual of the shape and dtype of its input, {describe(input)}"
+        raise fail(rule, describe(residual), "Reshape or cast it.")
 
 
 def _torch_layer_norm(
@@ -129,55 +110,30 @@ def _torch_layer_norm(
 
 
 def _check_layer_norm(
-    input: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    eps_mode: str,
+    input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float, eps_mode: str
 ) -> None:
     epsilon(eps)
     one_of("eps_mode", eps_mode, EPS_MODES)
     if not shape or tuple(input.shape[-len(shape) :]) != shape:
-        raise fail(
-            f"layer_norm over {list(shape)} needs an input that ends in those axes",
-            describe(input),
-            "Pass the input's last axes as normalized_shape, or reshape the input.",
-        )
+        rule = f"layer_norm over {list(shape)} needs an input that ends in those axes"
+        raise fail(rule, describe(input), "Pass the input's last axes as normalized_shape, or reshape the input.")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and tuple(parameter.shape) != shape:
-            raise fail(
-                f"layer_norm {name} must have shape {list(shape)}",
-                describe(parameter),
-                f"Pass a {name} of the normalised shape.",
-            )
+            rule = f"layer_norm {name} must have shape {list(shape)}"
+            raise fail(rule, describe(parameter), f"Pass a {name} of the normalised shape.")
 
 
 def rnn(
-    input: Tensor,
-    state: Tensor,
-    weights: CellWeights,
-    *,
-    nonlinearity: str = "tanh",
-    norm: str | None = "layer",
-    placement: str | None = None,
-    eps: float = 1e-5,
-    eps_mode: str = "var",
-    lengths: Tensor | None = None,
-    resets: Tensor | None = None,
-    reverse: bool = False,
-    zoneout: Masks = (None,),
-    recurrent_mask: Tensor | None = None,
-    population: Mapping[str, Moments] | None = None,
-    reset_state: Tensor | None = None,
-    recompute: bool = False,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, state: Tensor, weights: CellWeights,
+    *, nonlinearity: str = "tanh", norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5,
+    eps_mode: str = "var", lengths: Tensor | None = None, resets: Tensor | None = None, reverse: bool = False,
+    zoneout: Masks = (None,), recurrent_mask: Tensor | None = None, population: Mapping[str, Moments] | None = None,
+    reset_state: Tensor | None = None, recompute: bool = False, backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run a layer-normalised RNN (Eq. 4) over input [T, B, D] from state [B, H]; return outputs and h_n."""
     one_of("nonlinearity", nonlinearity, ("tanh", "relu"))
-    where = resolve("RNN", norm, placement)
     call = Recurrence(
-        "RNN", input, (state,), weights, norm, where, eps, eps_mode, nonlinearity,
+        "RNN", input, (state,), weights, norm, resolve("RNN", norm, placement), eps, eps_mode, nonlinearity,
         lengths, resets, reverse, zoneout, recurrent_mask, population, recompute=recompute,
         reset_state=(reset_state,),
     )  # fmt: skip
@@ -186,28 +142,15 @@ def rnn(
 
 
 def lstm(
-    input: Tensor,
-    state: LSTMState,
-    weights: CellWeights,
-    *,
-    norm: str | None = "layer",
-    placement: str | None = None,
-    eps: float = 1e-5,
-    eps_mode: str = "var",
-    lengths: Tensor | None = None,
-    resets: Tensor | None = None,
-    reverse: bool = False,
-    zoneout: Masks = (None, None),
-    recurrent_mask: Tensor | None = None,
-    population: Mapping[str, Moments] | None = None,
-    reset_state: LSTMState | None = None,
-    recompute: bool = False,
-    backend: str = "auto",
-) -> tuple[Tensor, LSTMState]:
+    input: Tensor, state: LSTMState, weights: CellWeights,
+    *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
+    lengths: Tensor | None = None, resets: Tensor | None = None, reverse: bool = False, zoneout: Masks = (None, None),
+    recurrent_mask: Tensor | None = None, population: Mapping[str, Moments] | None = None,
+    reset_state: LSTMState | None = None, recompute: bool = False, backend: str = "auto",
+) -> tuple[Tensor, LSTMState]:  # fmt: skip
     """Run a layer-normalised LSTM over input [T, B, D] from (h [B, P], c [B, H]); return outputs and (h_n, c_n)."""
-    where = resolve("LSTM", norm, placement)
     call = Recurrence(
-        "LSTM", input, tuple(state), weights, norm, where, eps, eps_mode, "tanh",
+        "LSTM", input, tuple(state), weights, norm, resolve("LSTM", norm, placement), eps, eps_mode, "tanh",
         lengths, resets, reverse, zoneout, recurrent_mask, population, recompute=recompute,
         reset_state=reset_state or (None, None),
     )  # fmt: skip
@@ -216,28 +159,15 @@ def lstm(
 
 
 def gru(
-    input: Tensor,
-    state: Tensor,
-    weights: CellWeights,
-    *,
-    norm: str | None = "layer",
-    placement: str | None = None,
-    eps: float = 1e-5,
-    eps_mode: str = "var",
-    lengths: Tensor | None = None,
-    resets: Tensor | None = None,
-    reverse: bool = False,
-    zoneout: Masks = (None,),
-    recurrent_mask: Tensor | None = None,
-    population: Mapping[str, Moments] | None = None,
-    reset_state: Tensor | None = None,
-    recompute: bool = False,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, state: Tensor, weights: CellWeights,
+    *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
+    lengths: Tensor | None = None, resets: Tensor | None = None, reverse: bool = False, zoneout: Masks = (None,),
+    recurrent_mask: Tensor | None = None, population: Mapping[str, Moments] | None = None,
+    reset_state: Tensor | None = None, recompute: bool = False, backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run a layer-normalised GRU over input [T, B, D] from state [B, H]; return outputs and h_n."""
-    where = resolve("GRU", norm, placement)
     call = Recurrence(
-        "GRU", input, (state,), weights, norm, where, eps, eps_mode, "tanh",
+        "GRU", input, (state,), weights, norm, resolve("GRU", norm, placement), eps, eps_mode, "tanh",
         lengths, resets, reverse, zoneout, recurrent_mask, population, recompute=recompute,
         reset_state=(reset_state,),
     )  # fmt: skip
@@ -347,11 +277,8 @@ def explain(target: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -
         return _explain_module(target, *args)
     cells = {rnn: "RNN", lstm: "LSTM", gru: "GRU"}
     if target is not layer_norm and target not in cells:
-        raise fail(
-            "explain takes a lamina layer or a function of lamina.functional",
-            describe(target),
-            "Pass one of those.",
-        )
+        rule = "explain takes a lamina layer or a function of lamina.functional"
+        raise fail(rule, describe(target), "Pass one of those.")
     bound = inspect.signature(target).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
@@ -372,11 +299,8 @@ def explain(target: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -
 
 def _explain_module(layer: nn.Module, *args: Any) -> Choice:
     if not type(layer).__module__.startswith(f"{__package__}.") and not hasattr(layer, "backend_request"):
-        raise fail(
-            "explain takes a layer of lamina",
-            f"{type(layer).__module__}.{type(layer).__name__}",
-            "Convert the model with lamina.convert, or pass one of its lamina layers.",
-        )
+        remedy = "Convert the model with lamina.convert, or pass one of its lamina layers."
+        raise fail("explain takes a layer of lamina", f"{type(layer).__module__}.{type(layer).__name__}", remedy)
     describe_request = getattr(layer, "backend_request", None)
     request: Request | None = None if describe_request is None else describe_request(*args)
     if request is None:

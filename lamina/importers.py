@@ -69,11 +69,9 @@ class _Bundle:
 
     def add(self, key: str, start: int, name: str, array: Tensor) -> None:
         if name in self.arrays:
-            raise fail(
-                f"{self.source} weights must hold {name!r} once for each cell",
-                f"{self.where[name] + name!r} and {key!r}",
-                "Select one cell with prefix=, for example prefix='encoder.'.",
-            )
+            rule = f"{self.source} weights must hold {name!r} once for each cell"
+            remedy = "Select one cell with prefix=, for example prefix='encoder.'."
+            raise fail(rule, f"{self.where[name] + name!r} and {key!r}", remedy)
         self.arrays[name] = array
         self.where[name] = key[:start]
 
@@ -83,18 +81,13 @@ class _Bundle:
         missing = [name for name in required if name not in self.arrays]
         if missing:
             which = f"no {', '.join(map(repr, missing))}" if len(missing) < len(required) else "none of them"
-            raise fail(
-                f"{self.source} weights need {', '.join(map(repr, required))}",
-                f"{which} among {present}",
-                "If the keys have a common prefix, pass it as prefix=.",
-            )
+            rule = f"{self.source} weights need {', '.join(map(repr, required))}"
+            raise fail(rule, f"{which} among {present}", "If the keys have a common prefix, pass it as prefix=.")
         unknown = [name for name in self.arrays if name not in (*required, *optional)]
         if unknown:
-            raise fail(
-                f"{self.source} weights are {', '.join(map(repr, (*required, *optional)))}",
-                f"also {', '.join(repr(self.where[name] + name) for name in unknown)}",
-                "Check source=, or select the keys of this cell with prefix=.",
-            )
+            rule = f"{self.source} weights are {', '.join(map(repr, (*required, *optional)))}"
+            remedy = "Check source=, or select the keys of this cell with prefix=."
+            raise fail(rule, f"also {', '.join(repr(self.where[name] + name) for name in unknown)}", remedy)
 
     def matrix(self, name: str) -> tuple[int, int]:
         array = self.arrays[name]
@@ -108,11 +101,8 @@ class _Bundle:
         return self.arrays[name]
 
     def wrong_shape(self, name: str, expected: str) -> Exception:
-        return fail(
-            f"{self.source} {self.where[name] + name!r} must have shape {expected} to fit the other weights",
-            describe(self.arrays[name]),
-            "Pass the weights of one model, unchanged.",
-        )
+        rule = f"{self.source} {self.where[name] + name!r} must have shape {expected} to fit the other weights"
+        return fail(rule, describe(self.arrays[name]), "Pass the weights of one model, unchanged.")
 
 
 def _reorder(array: Tensor, order: Sequence[int]) -> Tensor:
@@ -221,11 +211,9 @@ def _check_keras_paths(bundle: _Bundle) -> None:
     for names in (KERAS_ORDER[:3], KERAS_ORDER[3:]):
         paths = {bundle.where[name] for name in names if name in bundle.arrays}
         if len(paths) > 1:
-            raise fail(
-                "tf_addons weights must come from one cell",
-                f"keys under {', '.join(map(repr, sorted(paths)))}",
-                "Select one with prefix=, or pass cell.get_weights().",
-            )
+            rule = "tf_addons weights must come from one cell"
+            remedy = "Select one with prefix=, or pass cell.get_weights()."
+            raise fail(rule, f"keys under {', '.join(map(repr, sorted(paths)))}", remedy)
     if "gamma" in bundle.arrays or "beta" in bundle.arrays:
         raise fail(
             "the key of a tf_addons gamma or beta must say which norm it belongs to",
@@ -270,11 +258,9 @@ def _check_cancels(what: str, bias: Tensor) -> None:
     """Raise unless all entries of a bias inside a norm are equal: then they shift the mean too and cancel."""
     if bool((bias != bias[0]).any()):
         low, high = bias.min().item(), bias.max().item()
-        raise fail(
-            f"{what} is inside the norm, where lamina has no bias, so all its entries must be equal",
-            f"values from {low:.4g} to {high:.4g}",
-            "Import weights that were trained with bias=False in that layer.",
-        )
+        rule = f"{what} is inside the norm, where lamina has no bias, so all its entries must be equal"
+        remedy = "Import weights that were trained with bias=False in that layer."
+        raise fail(rule, f"values from {low:.4g} to {high:.4g}", remedy)
 
 
 @dataclass(frozen=True)
@@ -308,14 +294,9 @@ SOURCES = {
 
 
 def import_weights(
-    weights: Mapping[str, Any] | Sequence[Any],
-    source: str,
-    *,
-    prefix: str = "",
-    eps: float | None = None,
-    as_layer: bool | None = None,
-    **layer_options: Any,
-) -> nn.Module:
+    weights: Mapping[str, Any] | Sequence[Any], source: str,
+    *, prefix: str = "", eps: float | None = None, as_layer: bool | None = None, **layer_options: Any,
+) -> nn.Module:  # fmt: skip
     """Build a lamina layer or cell that computes the same function as the model the weights come from.
 
     ===============  ==================================================  =====================  ========
@@ -384,11 +365,8 @@ def _keras_list(weights: Sequence[Any], source: str) -> dict[str, Any]:
         raise TypeError(f"{source} weights must be {expected}, got {type(weights).__name__}. {remedy}")
     names = [name for name in KERAS_ORDER if name != "bias" or len(weights) == len(KERAS_ORDER)]
     if len(weights) != len(names):
-        raise fail(
-            "get_weights() of a LayerNormLSTMCell holds 9 arrays, or 8 without a bias",
-            f"{len(weights)} arrays",
-            "Pass cell.get_weights() of the cell alone.",
-        )
+        rule = "get_weights() of a LayerNormLSTMCell holds 9 arrays, or 8 without a bias"
+        raise fail(rule, f"{len(weights)} arrays", "Pass cell.get_weights() of the cell alone.")
     return dict(zip(names, weights))
 
 
@@ -433,11 +411,9 @@ def _check_stack(source: str, cells: Mapping[tuple[int, int], _Cell]) -> tuple[i
     for (k, _), cell in cells.items():
         inputs = first.input_size if k == 0 else directions * first.hidden_size
         if (cell.input_size, cell.hidden_size, cell.norm) != (inputs, first.hidden_size, first.norm):
-            raise fail(
-                f"{source} layer {k} must have input {inputs}, hidden {first.hidden_size}, norm {first.norm!r}",
-                f"input {cell.input_size}, hidden {cell.hidden_size}, norm {cell.norm!r}",
-                "A lamina layer has one hidden size. Import such layers one by one with prefix=.",
-            )
+            rule = f"{source} layer {k} must have input {inputs}, hidden {first.hidden_size}, norm {first.norm!r}"
+            remedy = "A lamina layer has one hidden size. Import such layers one by one with prefix=."
+            raise fail(rule, f"input {cell.input_size}, hidden {cell.hidden_size}, norm {cell.norm!r}", remedy)
     return layers, directions
 
 
@@ -447,11 +423,8 @@ def _norm_options(source: str, cell: _Cell, eps: float | None) -> dict[str, Any]
             raise fail("eps= belongs to a norm", f"eps={eps}, and weights without a norm", "Drop eps=.")
         return {"norm": None}
     if eps is None and cell.eps is None:
-        raise fail(
-            f"{source} weights need eps=, because models of this source use different values and do not store them",
-            "eps=None",
-            SOURCES[source].eps,
-        )
+        rule = f"{source} weights need eps=, because models of this source use different values and do not store them"
+        raise fail(rule, "eps=None", SOURCES[source].eps)
     value = cell.eps if eps is None else epsilon(eps)
     return {"norm": cell.norm, "placement": cell.placement, "eps": value}
 

@@ -52,17 +52,12 @@ def _rebuild(
     population = {site: Moments(by_name[f"mean:{site}"], by_name[f"var:{site}"]) for site in sites}
     where: Placement = PLAIN if placement == "none" else PLACEMENTS[cell][placement]
     return Recurrence(
-        cell,
-        by_name["input"],
-        tuple(by_name.get(s) for s in "hc"[: STATES[cell]]),
+        cell, by_name["input"], tuple(by_name.get(s) for s in "hc"[: STATES[cell]]),
         CellWeights(**{f: by_name[f] for f in CellWeights._fields if f in by_name}),
-        None if norm == "none" else norm,
-        where, eps, eps_mode, nonlinearity,
+        None if norm == "none" else norm, where, eps, eps_mode, nonlinearity,
         by_name.get("lengths"), by_name.get("resets"), reverse,
         tuple(by_name.get(f"zoneout{k}", rate or None) for k, rate in enumerate(rates)),
-        by_name.get("recurrent_mask"),
-        population or None,
-        first_step,
+        by_name.get("recurrent_mask"), population or None, first_step,
         reset_state=tuple(by_name.get(s) for s in _STATES[: STATES[cell]]),
     )  # fmt: skip
 
@@ -140,13 +135,8 @@ def _setup_context(ctx: object, inputs: tuple[object, ...], output: object) -> N
 def _backward(ctx: object, grads: Sequence[Tensor]) -> tuple[object, ...]:
     rest = ctx.rest  # type: ignore[attr-defined]
     names, cell = rest[0].split(","), rest[1]
-    input_grads = iter(
-        _recurrence_backward(
-            [g.contiguous() for g in grads[: 1 + STATES[cell]]],
-            list(ctx.saved_tensors),  # type: ignore[attr-defined]
-            *rest,
-        )
-    )
+    used = [g.contiguous() for g in grads[: 1 + STATES[cell]]]
+    input_grads = iter(_recurrence_backward(used, list(ctx.saved_tensors), *rest))  # type: ignore[attr-defined]
     return [next(input_grads) if name in _DIFFERENTIABLE else None for name in names], *(None for _ in rest)
 
 

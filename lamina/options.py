@@ -85,21 +85,15 @@ class Options:
             return
         finite("forget_bias", self.forget_bias)
         if cell != "LSTM" or not bias:
-            raise fail(
-                "forget_bias needs an LSTM with bias=True",
-                f"{cell} with bias={bias}, forget_bias={self.forget_bias}",
-                "Drop forget_bias.",
-            )
+            rule = "forget_bias needs an LSTM with bias=True"
+            raise fail(rule, f"{cell} with bias={bias}, forget_bias={self.forget_bias}", "Drop forget_bias.")
 
     def zoneout_rates(self, cell: str) -> tuple[float, ...]:
         """Return the zoneout rate of each state, (h,) or (h, c). A single number applies to h only, as in Haste."""
         rates = tuple(self.zoneout) if isinstance(self.zoneout, (tuple, list)) else (self.zoneout, 0.0)
         if len(rates) != 2 or (cell != "LSTM" and rates[1]):
-            raise fail(
-                "zoneout must be a probability for h, or a pair (h, c) for an LSTM",
-                f"{show(self.zoneout)} for {cell}",
-                "Pass one number, or (h, c) to an LSTM.",
-            )
+            rule = "zoneout must be a probability for h, or a pair (h, c) for an LSTM"
+            raise fail(rule, f"{show(self.zoneout)} for {cell}", "Pass one number, or (h, c) to an LSTM.")
         checked = tuple(probability("zoneout", rate) for rate in rates)
         return checked if cell == "LSTM" else checked[:1]
 
@@ -142,15 +136,11 @@ def initialise(parameters: Mapping[str, Tensor], cell: str, hidden_size: int, op
     for name, parameter in parameters.items():
         if name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr"):
             nn.init.uniform_(parameter, -bound, bound)
-    if options.norm is not None:
-        for name, parameter in parameters.items():
-            if name.startswith("bias_"):
-                nn.init.zeros_(parameter)
-            elif name.startswith("gain_"):
-                _initialise_gain(name, parameters, options)
     for name, parameter in parameters.items():
-        if name.startswith("initial_"):
+        if name.startswith("initial_") or (name.startswith("bias_") and options.norm is not None):
             nn.init.zeros_(parameter)
+        elif name.startswith("gain_"):
+            _initialise_gain(name, parameters, options)
     _initialise_forget_bias(parameters, hidden_size, options)
 
 

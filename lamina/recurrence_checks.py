@@ -44,38 +44,27 @@ def _check_weights(call: Recurrence) -> None:
     w, gates = call.weights, GATES[call.cell]
     rows = w.weight_ih.shape[0]
     if w.weight_ih.dim() != 2 or rows % gates or w.weight_hh.dim() != 2 or w.weight_hh.shape[0] != rows:
-        raise fail(
-            f"{call.cell} weights must be weight_ih [{gates}*H, D] and weight_hh [{gates}*H, P]",
-            f"{describe(w.weight_ih)} and {describe(w.weight_hh)}",
-            "Pass torch's weight layout.",
-        )
+        rule = f"{call.cell} weights must be weight_ih [{gates}*H, D] and weight_hh [{gates}*H, P]"
+        raise fail(rule, f"{describe(w.weight_ih)} and {describe(w.weight_hh)}", "Pass torch's weight layout.")
     if w.bias_cell is not None and not call.placement.cell:
-        raise fail(
-            f"bias_cell needs a norm of c, which placement {call.placement.name!r} does not have",
-            describe(w.bias_cell),
-            "Pass None, or choose a placement with that norm.",
-        )
+        rule = f"bias_cell needs a norm of c, which placement {call.placement.name!r} does not have"
+        raise fail(rule, describe(w.bias_cell), "Pass None, or choose a placement with that norm.")
     for site in call.placement.sites():
-        if getattr(w, f"gain_{site}") is None:
-            continue
-        width = rows // gates if site == "cell" else rows
-        gain = getattr(w, f"gain_{site}")
-        if tuple(gain.shape) != (width,):
+        gain, width = getattr(w, f"gain_{site}"), rows // gates if site == "cell" else rows
+        if gain is not None and tuple(gain.shape) != (width,):
             raise fail(f"gain_{site} must have shape [{width}]", describe(gain), "Pass one gain for each unit.")
 
 
 def _check_input(call: Recurrence) -> None:
-    x, size = call.input, call.weights.weight_ih.shape[1]
+    x, shape = call.input, list(call.weights.weight_ih.shape)
+    size = shape[1]
     if x.dim() != 3:
         raise fail(f"{call.cell} needs an input [T, B, {size}]", describe(x), "Add the missing axes.")
     if x.shape[0] == 0:
         raise fail("a sequence must have at least one step", describe(x), "Skip empty sequences.")
     if x.shape[2] != size:
-        raise fail(
-            f"{call.cell} with weight_ih {list(call.weights.weight_ih.shape)} needs an input whose last axis is {size}",
-            describe(x),
-            "Check the feature axis.",
-        )
+        rule = f"{call.cell} with weight_ih {shape} needs an input whose last axis is {size}"
+        raise fail(rule, describe(x), "Check the feature axis.")
 
 
 def _check_states(call: Recurrence) -> None:
@@ -84,22 +73,16 @@ def _check_states(call: Recurrence) -> None:
     for role, states in (("initial", call.state), ("reset", call.reset_state)):
         for name, state, shape in zip("hc", states, call.state_shapes()):
             if state is not None and tuple(state.shape) != shape:
-                raise fail(
-                    f"the {role} {name} must have shape {list(shape)}",
-                    describe(state),
-                    "Match the batch size and the state size.",
-                )
+                rule = f"the {role} {name} must have shape {list(shape)}"
+                raise fail(rule, describe(state), "Match the batch size and the state size.")
 
 
 def _check_masks(call: Recurrence) -> None:
     """Raise unless masks have the shapes of their states and lie on the input's device, like lengths and resets."""
     steps = call.input.shape[0]
     if len(call.zoneout) < len(call.state):
-        raise fail(
-            f"zoneout needs an entry for each of the {len(call.state)} states of {call.cell}",
-            f"{len(call.zoneout)} entries",
-            "Pass None for a state without zoneout.",
-        )
+        rule = f"zoneout needs an entry for each of the {len(call.state)} states of {call.cell}"
+        raise fail(rule, f"{len(call.zoneout)} entries", "Pass None for a state without zoneout.")
     shapes = call.state_shapes()
     masks = (call.lengths, call.resets, call.recurrent_mask, *call.zoneout)
     if all(mask is None for mask in masks):
@@ -120,25 +103,18 @@ def _check_masks(call: Recurrence) -> None:
 def _check_same_kind(call: Recurrence) -> None:
     """Raise unless input, states and matrices share one device and, outside autocast, one dtype."""
     mixed_ok = autocast_dtype(call.input) is not None
-    for name, tensor in (
-        ("weight_ih", call.weights.weight_ih),
-        *zip("hc", call.state),
-        *zip(("reset h", "reset c"), call.reset_state),
-    ):
+    states = (*zip("hc", call.state), *zip(("reset h", "reset c"), call.reset_state))
+    for name, tensor in (("weight_ih", call.weights.weight_ih), *states):
         if tensor is None:
             continue
         if tensor.device != call.input.device:
-            raise fail(
-                "input, states and weights must be on one device",
-                f"input on {call.input.device} and {name} on {tensor.device}",
-                "Move them together with .to(device).",
-            )
+            rule = "input, states and weights must be on one device"
+            remedy = "Move them together with .to(device)."
+            raise fail(rule, f"input on {call.input.device} and {name} on {tensor.device}", remedy)
         if tensor.dtype != call.input.dtype and not mixed_ok:
-            raise fail(
-                "input, states and weights must have one dtype",
-                f"input {call.input.dtype} and {name} {tensor.dtype}",
-                "Cast one of them, or use torch.autocast.",
-            )
+            rule = "input, states and weights must have one dtype"
+            remedy = "Cast one of them, or use torch.autocast."
+            raise fail(rule, f"input {call.input.dtype} and {name} {tensor.dtype}", remedy)
     if not call.input.is_floating_point():
         raise fail("the input must be floating point", describe(call.input), "Embed or cast integer input.")
 
@@ -147,19 +123,13 @@ def check_lengths(lengths: Tensor | None, steps: int, batch: int) -> None:
     if lengths is None:
         return
     if lengths.dim() != 1 or lengths.shape[0] != batch or lengths.is_floating_point() or lengths.dtype == torch.bool:
-        raise fail(
-            f"lengths must be {batch} whole numbers, one for each case",
-            describe(lengths),
-            "Pass a 1-D int tensor.",
-        )
+        rule = f"lengths must be {batch} whole numbers, one for each case"
+        raise fail(rule, describe(lengths), "Pass a 1-D int tensor.")
     if batch and readable(lengths):
         low, high = torch.stack(torch.aminmax(lengths)).tolist()  # one read: each one synchronises with the GPU
         if low < 0 or high > steps:
-            raise fail(
-                f"lengths must lie between 0 and the {steps} steps of the input",
-                f"values from {low} to {high}",
-                "Pass the number of valid steps of each case.",
-            )
+            rule = f"lengths must lie between 0 and the {steps} steps of the input"
+            raise fail(rule, f"values from {low} to {high}", "Pass the number of valid steps of each case.")
 
 
 def check_resets(resets: Any, shape: tuple[int, ...] | None = None) -> None:
@@ -172,8 +142,5 @@ def check_resets(resets: Any, shape: tuple[int, ...] | None = None) -> None:
     if resets.dtype != torch.bool:
         raise fail("resets must be bool", describe(resets), "Convert it with resets.bool().")
     if shape is not None and tuple(resets.shape) != shape:
-        raise fail(
-            f"resets must have shape {list(shape)} (steps and cases in the order of the input)",
-            describe(resets),
-            "Set each step that begins a new segment to True.",
-        )
+        rule = f"resets must have shape {list(shape)} (steps and cases in the order of the input)"
+        raise fail(rule, describe(resets), "Set each step that begins a new segment to True.")

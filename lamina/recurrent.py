@@ -36,19 +36,9 @@ class RecurrentLayer(RecurrentModule):
     """Stack of recurrent layers over whole sequences, in one or both directions."""
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int,
-        bias: bool,
-        batch_first: bool,
-        dropout: float,
-        bidirectional: bool,
-        proj_size: int,
-        device: Any,
-        dtype: Any,
-        options: Options,
-    ) -> None:
+        self, input_size: int, hidden_size: int, num_layers: int, bias: bool, batch_first: bool, dropout: float,
+        bidirectional: bool, proj_size: int, device: Any, dtype: Any, options: Options,
+    ) -> None:  # fmt: skip
         super().__init__(input_size, hidden_size, proj_size, bias, options, device, dtype)
         _check_projection(self.cell, proj_size, hidden_size)
         self.num_layers = positive_int("num_layers", num_layers)
@@ -145,11 +135,8 @@ class RecurrentLayer(RecurrentModule):
         self, input: Tensor, hx: Any, lengths: Any, resets: Tensor | None, reset_state: Any
     ) -> tuple[Tensor, State]:
         if lengths is not None:
-            raise fail(
-                "lengths= is only for batches, and an unbatched input is one case",
-                f"input {describe(input)}",
-                "Slice the input to its length instead.",
-            )
+            rule = "lengths= is only for batches, and an unbatched input is one case"
+            raise fail(rule, f"input {describe(input)}", "Slice the input to its length instead.")
         if resets is not None:
             check_resets(resets, tuple(input.shape[:1]))
             resets = resets.unsqueeze(1)
@@ -286,19 +273,14 @@ class RecurrentLayer(RecurrentModule):
         name = type(self).__name__
         expected = " and ".join(["h_0", "c_0"][: STATES[self.cell]])
         if len(states) != STATES[self.cell] or not all(isinstance(s, Tensor) for s in states):
-            raise fail(
-                f"{name} takes {expected} as {argument}",
-                describe(hx),
-                f"Pass {argument}={expected}, or None for the initial state.",
-            )
+            rule = f"{name} takes {expected} as {argument}"
+            raise fail(rule, describe(hx), f"Pass {argument}={expected}, or None for the initial state.")
         for label, state, width in zip(("h_0", "c_0"), states, self.state_sizes):
             shape = [len(self._suffixes()), x.shape[1], width] if rank == 3 else [len(self._suffixes()), width]
             if list(state.shape) != shape:
-                raise fail(
-                    f"{name} needs {label} of shape {shape} for this {'batched' if rank == 3 else 'unbatched'} input",
-                    describe(state),
-                    "The axes are num_layers * num_directions, batch, size; batch_first does not change them.",
-                )
+                rule = f"{name} needs {label} of shape {shape} for this {'batched' if rank == 3 else 'unbatched'} input"
+                remedy = "The axes are num_layers * num_directions, batch, size; batch_first does not change them."
+                raise fail(rule, describe(state), remedy)
         return states
 
     def _check_input(self, input: Any) -> None:
@@ -309,11 +291,8 @@ class RecurrentLayer(RecurrentModule):
             raise fail(f"{name} needs a 3-D input, or 2-D for one case", describe(input), "Add or remove axes.")
         if input.shape[-1] != size:
             width = input.shape[-1]
-            raise fail(
-                f"{name} needs an input whose last axis is {size}",
-                describe(input),
-                f"Build {type(self).__name__}({width}, ...) if {width} is the right size.",
-            )
+            remedy = f"Build {type(self).__name__}({width}, ...) if {width} is the right size."
+            raise fail(f"{name} needs an input whose last axis is {size}", describe(input), remedy)
 
     def _check_packed(self, packed: PackedSequence, lengths: Any) -> None:
         self._check_input(packed.data)
@@ -323,11 +302,9 @@ class RecurrentLayer(RecurrentModule):
             return
         total = int(packed.batch_sizes.sum())
         if packed.data.dim() != 2 or packed.data.shape[0] != total:
-            raise fail(
-                "the batch_sizes of a PackedSequence must sum to the rows of its data",
-                f"a sum of {total} and data {describe(packed.data)}",
-                "Build it with pack_padded_sequence or pack_sequence.",
-            )
+            rule = "the batch_sizes of a PackedSequence must sum to the rows of its data"
+            remedy = "Build it with pack_padded_sequence or pack_sequence."
+            raise fail(rule, f"a sum of {total} and data {describe(packed.data)}", remedy)
 
 
 def _copied_to(tensor: Tensor, device: torch.device) -> Tensor:
@@ -358,11 +335,8 @@ def _check_projection(cell: str, proj_size: int, hidden_size: int) -> None:
     if proj_size and cell != "LSTM":
         raise fail("proj_size is for LSTM only", f"proj_size={proj_size} for {cell}", "Drop it or use LSTM.")
     if proj_size and proj_size >= hidden_size:
-        raise fail(
-            "proj_size must be smaller than hidden_size",
-            f"proj_size={proj_size}, hidden_size={hidden_size}",
-            "Lower proj_size.",
-        )
+        rule = "proj_size must be smaller than hidden_size"
+        raise fail(rule, f"proj_size={proj_size}, hidden_size={hidden_size}", "Lower proj_size.")
 
 
 @with_options
@@ -377,39 +351,22 @@ class RNN(RecurrentLayer):
     cell = "RNN"
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: Any = None,
+        self, input_size: int, hidden_size: int, num_layers: int = 1, nonlinearity: str = "tanh", bias: bool = True,
+        batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False, device: Any = None,
         dtype: Any = None,
-        *,
-        norm: str | None = "layer",
-        placement: str | None = None,
-        eps: float = 1e-5,
-        eps_mode: str = "var",
-        gain_init: float | None = None,
-        forget_bias: float | None = None,
-        zoneout: float | tuple[float, float] = 0.0,
-        recurrent_dropout: float = 0.0,
-        learn_initial_state: bool = False,
-        backend: str = "auto",
-        recompute: bool = False,
-        momentum: float | None = 0.1,
-        eval_statistics: str = "population",
+        *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
+        gain_init: float | None = None, forget_bias: float | None = None, zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0, learn_initial_state: bool = False, backend: str = "auto",
+        recompute: bool = False, momentum: float | None = 0.1, eval_statistics: str = "population",
         max_steps: int | None = None,
         proj_size: int = 0,  # refused unless 0, as torch.nn does
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
             device, dtype, Options.of(locals()),
         )  # fmt: skip
-        self.nonlinearity = _check_nonlinearity(nonlinearity)
+        one_of("nonlinearity", nonlinearity, ("tanh", "relu"))
+        self.nonlinearity = nonlinearity
 
 
 @with_options
@@ -426,33 +383,15 @@ class GRU(RecurrentLayer):
     cell = "GRU"
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        norm: str | None = "layer",
-        placement: str | None = None,
-        eps: float = 1e-5,
-        eps_mode: str = "var",
-        gain_init: float | None = None,
-        forget_bias: float | None = None,
-        zoneout: float | tuple[float, float] = 0.0,
-        recurrent_dropout: float = 0.0,
-        learn_initial_state: bool = False,
-        backend: str = "auto",
-        recompute: bool = False,
-        momentum: float | None = 0.1,
-        eval_statistics: str = "population",
+        self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False,
+        dropout: float = 0.0, bidirectional: bool = False, device: Any = None, dtype: Any = None,
+        *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
+        gain_init: float | None = None, forget_bias: float | None = None, zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0, learn_initial_state: bool = False, backend: str = "auto",
+        recompute: bool = False, momentum: float | None = 0.1, eval_statistics: str = "population",
         max_steps: int | None = None,
         proj_size: int = 0,  # refused unless 0, as torch.nn does
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
             device, dtype, Options.of(locals()),
@@ -479,39 +418,15 @@ class LSTM(RecurrentLayer):
     cell = "LSTM"
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        proj_size: int = 0,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        norm: str | None = "layer",
-        placement: str | None = None,
-        eps: float = 1e-5,
-        eps_mode: str = "var",
-        gain_init: float | None = None,
-        forget_bias: float | None = None,
-        zoneout: float | tuple[float, float] = 0.0,
-        recurrent_dropout: float = 0.0,
-        learn_initial_state: bool = False,
-        backend: str = "auto",
-        recompute: bool = False,
-        momentum: float | None = 0.1,
-        eval_statistics: str = "population",
+        self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False,
+        dropout: float = 0.0, bidirectional: bool = False, proj_size: int = 0, device: Any = None, dtype: Any = None,
+        *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
+        gain_init: float | None = None, forget_bias: float | None = None, zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0, learn_initial_state: bool = False, backend: str = "auto",
+        recompute: bool = False, momentum: float | None = 0.1, eval_statistics: str = "population",
         max_steps: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
             device, dtype, Options.of(locals()),
         )  # fmt: skip
-
-
-def _check_nonlinearity(nonlinearity: str) -> str:
-    one_of("nonlinearity", nonlinearity, ("tanh", "relu"))
-    return nonlinearity

@@ -25,6 +25,7 @@ EPS_MODES = ("var", "std")
 Masks = tuple[Tensor | float | None, ...]
 LSTMState = tuple[Tensor, Tensor]
 Activation = Callable[[Tensor], Tensor]
+Step = Callable[[Tensor, tuple[Tensor, ...], int], tuple[Tensor, ...]]  # x_t, state and t to the next state
 
 
 def identity(z: Tensor) -> Tensor:
@@ -106,16 +107,10 @@ def affine(z: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    eps_mode: str = "var",
-    *,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-) -> Any:
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, eps_mode: str = "var",
+    *, activation: str | None = None, residual: Tensor | None = None,
+) -> Any:  # fmt: skip
     """Return gain (z - mu)/sigma + bias over the last ``len(normalized_shape)`` axes (Eq. 3).
 
     The named activation follows. With a residual, z is input + residual and the result is the pair (output, z).
@@ -129,17 +124,10 @@ def layer_norm(
 
 
 def batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    unbiased: bool = False,
-    eps_mode: str = "var",
-) -> Tensor:
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    unbiased: bool = False, eps_mode: str = "var",
+) -> Tensor:  # fmt: skip
     """Normalise each feature (axis 1) over all cases and positions of the batch (Eq. 2).
 
     ``unbiased=True`` divides by n-1 inside the normalisation itself, as the paper does for batches of 4.
@@ -180,15 +168,9 @@ def weight_norm(weight: Tensor, gain: Tensor) -> Tensor:
 
 
 def linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    gain: Tensor | None = None,
-    *,
-    norm: str | None = "layer",
-    eps: float = 1e-5,
-    eps_mode: str = "var",
-) -> Tensor:
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, gain: Tensor | None = None,
+    *, norm: str | None = "layer", eps: float = 1e-5, eps_mode: str = "var",
+) -> Tensor:  # fmt: skip
     """Return g/sigma (W x - mu) + b, the summed inputs of a layer normalised by ``norm``, before the non-linearity."""
     if norm == "weight" and gain is not None:
         return F.linear(input, weight_norm(weight, gain), bias)
@@ -407,9 +389,7 @@ def _evaluate_forward(call: Recurrence) -> SequenceResult:
     return SequenceResult(output.to(call.input.dtype), tuple(s.to(call.input.dtype) for s in state), norms.moments())
 
 
-def _step_function(
-    call: Recurrence, w: CellWeights, norms: SiteNorms
-) -> Callable[[Tensor, tuple[Tensor, ...], int], tuple[Tensor, ...]]:
+def _step_function(call: Recurrence, w: CellWeights, norms: SiteNorms) -> Step:
     def step(x: Tensor, state: tuple[Tensor, ...], t: int) -> tuple[Tensor, ...]:
         h = state[0] if call.recurrent_mask is None else state[0] * call.recurrent_mask
         y = product(h, w.weight_hh)
@@ -422,12 +402,7 @@ def _step_function(
     return step
 
 
-def _unroll(
-    step: Callable[[Tensor, tuple[Tensor, ...], int], tuple[Tensor, ...]],
-    summed: Tensor,
-    call: Recurrence,
-    valid: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _unroll(step: Step, summed: Tensor, call: Recurrence, valid: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
     state, after_reset = (tuple(s.to(summed.dtype) for s in states) for states in (call.initial(), call.after_reset()))
     outputs = []
     for t in range(summed.shape[0]):
@@ -454,27 +429,15 @@ def _zoneout(old: Tensor, fresh: Tensor, mask: Tensor | float | None, t: int) ->
 
 
 def rnn(
-    input: Tensor,
-    state: Tensor,
-    weights: CellWeights,
-    *,
-    nonlinearity: str = "tanh",
-    norm: str | None = "layer",
-    placement: str | None = None,
-    eps: float = 1e-5,
-    eps_mode: str = "var",
-    lengths: Tensor | None = None,
-    resets: Tensor | None = None,
-    reverse: bool = False,
-    zoneout: Masks = (None,),
-    recurrent_mask: Tensor | None = None,
-    population: Mapping[str, Moments] | None = None,
+    input: Tensor, state: Tensor, weights: CellWeights,
+    *, nonlinearity: str = "tanh", norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5,
+    eps_mode: str = "var", lengths: Tensor | None = None, resets: Tensor | None = None, reverse: bool = False,
+    zoneout: Masks = (None,), recurrent_mask: Tensor | None = None, population: Mapping[str, Moments] | None = None,
     reset_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run h_t = f(g/sigma (a_t - mu) + b), a_t = W_h h_{t-1} + W_x x_t (Eq. 4), over a whole sequence."""
-    where = resolve("RNN", norm, placement)
     call = Recurrence(
-        "RNN", input, (state,), weights, norm, where, eps, eps_mode, nonlinearity,
+        "RNN", input, (state,), weights, norm, resolve("RNN", norm, placement), eps, eps_mode, nonlinearity,
         lengths, resets, reverse, zoneout, recurrent_mask, population, reset_state=(reset_state,),
     )  # fmt: skip
     result = evaluate(call)
@@ -482,26 +445,15 @@ def rnn(
 
 
 def lstm(
-    input: Tensor,
-    state: LSTMState,
-    weights: CellWeights,
-    *,
-    norm: str | None = "layer",
-    placement: str | None = None,
-    eps: float = 1e-5,
-    eps_mode: str = "var",
-    lengths: Tensor | None = None,
-    resets: Tensor | None = None,
-    reverse: bool = False,
-    zoneout: Masks = (None, None),
-    recurrent_mask: Tensor | None = None,
-    population: Mapping[str, Moments] | None = None,
+    input: Tensor, state: LSTMState, weights: CellWeights,
+    *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
+    lengths: Tensor | None = None, resets: Tensor | None = None, reverse: bool = False, zoneout: Masks = (None, None),
+    recurrent_mask: Tensor | None = None, population: Mapping[str, Moments] | None = None,
     reset_state: LSTMState | None = None,
-) -> tuple[Tensor, LSTMState]:
+) -> tuple[Tensor, LSTMState]:  # fmt: skip
     """Run the appendix's LSTM over a whole sequence; ``placement`` selects a row of ``lamina.placements``."""
-    where = resolve("LSTM", norm, placement)
     call = Recurrence(
-        "LSTM", input, state, weights, norm, where, eps, eps_mode, "tanh",
+        "LSTM", input, state, weights, norm, resolve("LSTM", norm, placement), eps, eps_mode, "tanh",
         lengths, resets, reverse, zoneout, recurrent_mask, population, reset_state=reset_state or (None, None),
     )  # fmt: skip
     result = evaluate(call)
@@ -509,26 +461,15 @@ def lstm(
 
 
 def gru(
-    input: Tensor,
-    state: Tensor,
-    weights: CellWeights,
-    *,
-    norm: str | None = "layer",
-    placement: str | None = None,
-    eps: float = 1e-5,
-    eps_mode: str = "var",
-    lengths: Tensor | None = None,
-    resets: Tensor | None = None,
-    reverse: bool = False,
-    zoneout: Masks = (None,),
-    recurrent_mask: Tensor | None = None,
-    population: Mapping[str, Moments] | None = None,
+    input: Tensor, state: Tensor, weights: CellWeights,
+    *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
+    lengths: Tensor | None = None, resets: Tensor | None = None, reverse: bool = False, zoneout: Masks = (None,),
+    recurrent_mask: Tensor | None = None, population: Mapping[str, Moments] | None = None,
     reset_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the appendix's GRU over a whole sequence; ``placement`` selects a row of ``lamina.placements``."""
-    where = resolve("GRU", norm, placement)
     call = Recurrence(
-        "GRU", input, (state,), weights, norm, where, eps, eps_mode, "tanh",
+        "GRU", input, (state,), weights, norm, resolve("GRU", norm, placement), eps, eps_mode, "tanh",
         lengths, resets, reverse, zoneout, recurrent_mask, population, reset_state=(reset_state,),
     )  # fmt: skip
     result = evaluate(call)

@@ -24,11 +24,8 @@ def leaf(module: nn.Module, input: Any, **options: Any) -> Any:
     """
     path = input.tracer.path_of_module(module)
     if not path:
-        raise fail(
-            "torch.fx records a lamina module as one node, so it cannot trace the module on its own",
-            type(module).__name__,
-            "Wrap it in another module, for example torch.nn.Sequential.",
-        )
+        rule = "torch.fx records a lamina module as one node, so it cannot trace the module on its own"
+        raise fail(rule, type(module).__name__, "Wrap it in another module, for example torch.nn.Sequential.")
     keywords = {name: value for name, value in options.items() if value is not None}
     return input.tracer.create_proxy("call_module", path, (input,), keywords)
 

@@ -175,9 +175,8 @@ class Stream:
     def _unbatched(self, frame: Tensor) -> Tensor:
         if frame.dim() == 1 and self.batch_size == 1 and frame.shape == self.shape[1:] and frame.dtype == self.dtype:
             return self(frame.unsqueeze(0))[0]
-        raise fail(
-            f"this stream takes frames {list(self.shape)} of {self.dtype}", describe(frame), "Reshape or cast it."
-        )
+        rule = f"this stream takes frames {list(self.shape)} of {self.dtype}"
+        raise fail(rule, describe(frame), "Reshape or cast it.")
 
     @torch.no_grad()
     def _call_layer(self, frame: Tensor) -> Tensor:

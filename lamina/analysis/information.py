@@ -29,13 +29,9 @@ METHODS = ("jacobian", "closed", "printed", "sampled")
 
 
 def fisher(
-    model: nn.Module,
-    x: Any,
-    family: str | Family = "bernoulli",
-    method: str = "jacobian",
-    samples: int = 1000,
+    model: nn.Module, x: Any, family: str | Family = "bernoulli", method: str = "jacobian", samples: int = 1000,
     generator: torch.Generator | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the Fisher matrix [P, P], averaged over the cases of ``x``.
 
     method: "jacobian", exact, by autograd; "closed", the closed form of a single ``lamina.Linear``; "printed", the

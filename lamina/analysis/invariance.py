@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,8 @@ from ..layers import Linear
 from ..placements import NORMS
 from . import transforms
 from .statistics_checks import weight_products
-from .texts import markdown, on_screen
+from .texts import Texts
 from .transforms import Draw, Probe, Transform, deviation, with_draw
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 EXACT = 1e-10  # upper limit of float64 rounding in an invariance; every real dependence is far above it
 
@@ -79,7 +76,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class InvarianceTable:
+class InvarianceTable(Texts):
     """Table 1 as measured: a row for each transformation, a column for each norm."""
 
     rows: tuple[Entry, ...]
@@ -94,33 +91,20 @@ class InvarianceTable:
         names = dict.fromkeys(e.transform for e in self.rows)
         return {name: {e.norm or "none": asdict(e) for e in self.rows if e.transform == name} for name in names}
 
-    def _texts(self) -> tuple[list[str], list[list[str]]]:
+    def _texts(self) -> tuple[str, list[str], list[list[str]]]:
         rows = {name: list(cells.values()) for name, cells in self.as_dict().items()}
         norms = [f"{cell['norm'] or 'no'} norm" for cell in next(iter(rows.values()))]
         texts = {"invariant": "Invariant", "not": "No", "sign flips": "Sign flips"}
-        return ["transformation", *norms], [
-            [name, *(f"{texts[cell['verdict']]} ({cell['deviation']:.1e})" for cell in cells)]
-            for name, cells in rows.items()
-        ]
-
-    def markdown(self) -> str:
-        return markdown(*self._texts())
-
-    def rich(self) -> Table:
-        return on_screen(f"Invariance, delta = {self.delta:g}, eps = {self.eps:g}", *self._texts())
+        title = f"Invariance, delta = {self.delta:g}, eps = {self.eps:g}"
+        lines = [[n, *(f"{texts[c['verdict']]} ({c['deviation']:.1e})" for c in cells)] for n, cells in rows.items()]
+        return title, ["transformation", *norms], lines
 
 
 def invariance_table(
-    norms: Sequence[str | None] = ("batch", "weight", "layer", None),
-    inputs: Tensor | None = None,
-    units: int = 7,
-    eps: float = 0.0,
-    delta: float = 3.0,
-    seed: int = 0,
-    *,
-    training: bool = True,
-    beyond: bool = False,
-) -> InvarianceTable:
+    norms: Sequence[str | None] = ("batch", "weight", "layer", None), inputs: Tensor | None = None, units: int = 7,
+    eps: float = 0.0, delta: float = 3.0, seed: int = 0,
+    *, training: bool = True, beyond: bool = False,
+) -> InvarianceTable:  # fmt: skip
     """Measure Table 1 in float64 on ``lamina.Linear`` layers with random weights, gains and biases.
 
     inputs: the data set [N, D] of N cases and D inputs; None draws 32 cases of 5 inputs. units: their number H.

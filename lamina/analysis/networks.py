@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from ..checks import fail, finite, one_of
 from ..recurrent_module import RecurrentModule
 from . import transforms
-from .texts import markdown, on_screen
+from .texts import Texts
 from .transforms import Change, Draw, Probe, Transform, deviation, with_draw
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 WEIGHT_CHANGES: dict[str, Transform] = {
     "scaled": transforms.scale,
@@ -50,7 +47,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Texts):
     """Findings of ``check_invariances``."""
 
     findings: tuple[Finding, ...]
@@ -70,28 +67,23 @@ class Report:
         names = dict.fromkeys(f.where for f in self.findings)
         return {name: {f.transform: asdict(f) for f in self.findings if f.where == name} for name in names}
 
-    def _texts(self) -> tuple[list[str], list[list[str]]]:
+    def _texts(self) -> tuple[str, list[str], list[list[str]]]:
+        title = f"Invariances, delta = {self.delta:g}, tolerance = {self.tolerance:.1e}"
         head = ["weight", "transformation", "verdict", "deviation", "without eps", "eps bound"]
-        return head, [
-            [f.where, f.transform, f.verdict, f"{f.deviation:.1e}", f"{f.without_eps:.1e}", f"{f.eps_bound:.1e}"]
-            for f in self.findings
-        ]
-
-    def markdown(self) -> str:
-        return markdown(*self._texts())
-
-    def rich(self) -> Table:
-        return on_screen(f"Invariances, delta = {self.delta:g}, tolerance = {self.tolerance:.1e}", *self._texts())
+        return (
+            title,
+            head,
+            [
+                [f.where, f.transform, f.verdict, f"{f.deviation:.1e}", f"{f.without_eps:.1e}", f"{f.eps_bound:.1e}"]
+                for f in self.findings
+            ],
+        )
 
 
 def check_invariances(
-    model: nn.Module,
-    inputs: Tensor | tuple[Any, ...],
-    delta: float = 3.0,
-    tolerance: float | None = None,
-    *,
-    case_axis: int | None = None,
-) -> Report:
+    model: nn.Module, inputs: Tensor | tuple[Any, ...], delta: float = 3.0, tolerance: float | None = None,
+    *, case_axis: int | None = None,
+) -> Report:  # fmt: skip
     """Check which changes of each weight, and of the inputs, leave all outputs of ``model`` the same in its own mode.
 
     Weights are those of linear, convolutional and recurrent layers (torch's and lamina's). W_ih and W_hh of every

@@ -56,12 +56,9 @@ def _errors(normalised: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def model_errors(
-    normalised: Tensor,
-    cases: int,
-    variance: str = "corrected",
-    noise_shape: str = "case",
+    normalised: Tensor, cases: int, variance: str = "corrected", noise_shape: str = "case",
     generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Draw shift and spread from Gaussians: Var xi_mu = 1/N, Var xi_sigma = 2/N, or the printed 1/N.
 
     noise_shape: "case" draws for each case and unit of ``normalised`` [..., N, H], as in the model; "unit" once for
@@ -135,13 +132,9 @@ def measured_noise(
 
 
 def model_noise(
-    population: Tensor,
-    cases: int,
-    batches: int = 1000,
-    variance: str = "corrected",
-    noise_shape: str = "case",
+    population: Tensor, cases: int, batches: int = 1000, variance: str = "corrected", noise_shape: str = "case",
     generator: torch.Generator | None = None,
-) -> Noise:
+) -> Noise:  # fmt: skip
     """Measure the same statistics for the Gaussian model of ``model_errors``."""
     generator = _generator(generator, population)
     normalised = _batches(population, cases, batches, generator)

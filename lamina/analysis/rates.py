@@ -53,15 +53,9 @@ class EffectiveRate:
 
 
 def effective_rate(
-    layer: Linear,
-    x: Tensor,
-    loss: Loss,
-    scales: Sequence[float] = (1.0, 2.0, 4.0),
-    optimiser: str = "sgd",
-    lr: float = 1e-3,
-    family: str | Family = "bernoulli",
-    row: int | None = None,
-) -> EffectiveRate:
+    layer: Linear, x: Tensor, loss: Loss, scales: Sequence[float] = (1.0, 2.0, 4.0), optimiser: str = "sgd",
+    lr: float = 1e-3, family: str | Family = "bernoulli", row: int | None = None,
+) -> EffectiveRate:  # fmt: skip
     """Measure curvature, gradient and rotation by one step with the weights (or one ``row``) times each scale.
 
     chi is of degree 0 in the weights and sigma of degree 1. A doubled weight therefore divides F_ww by 4, and F_wb,

@@ -8,19 +8,23 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def markdown(head: list[str], cells: list[list[str]]) -> str:
-    """Return the table as markdown."""
-    lines = [head, ["---"] * len(head), *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+class Texts:
+    """What can be read as a table: ``_texts`` returns its title, its columns and the words of its cells."""
 
+    def _texts(self) -> tuple[str, list[str], list[list[str]]]:
+        raise NotImplementedError
 
-def on_screen(title: str, head: list[str], cells: list[list[str]]) -> Table:
-    """Return the table as rich prints it."""
-    from rich.table import Table  # only the lab installs rich
+    def markdown(self) -> str:
+        """Return the table as markdown."""
+        _, head, cells = self._texts()
+        return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *cells])
 
-    table = Table(title=title)
-    for name in head:
-        table.add_column(name)
-    for line in cells:
-        table.add_row(*line)
-    return table
+    def rich(self) -> Table:
+        """Return the table as rich prints it."""
+        from rich.table import Table  # only the lab installs rich
+
+        title, head, cells = self._texts()
+        table = Table(*head, title=title)
+        for line in cells:
+            table.add_row(*line)
+        return table

@@ -5,78 +5,62 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from .results import Metric, Mixed, Results, Run
-from .statistics import (
-    HEADLINE_SEEDS,
-    MIN_SEEDS,
-    BySeed,
-    Interval,
-    Pairs,
-    baseline_levels,
-    crossing,
-    differences,
-    log_ratios,
-    shown,
-)
+from .statistics import HEADLINE_SEEDS, MIN_SEEDS, BySeed, Interval, Pairs, differences, log_ratios, shown
 
 WORDS = ("reproduced", "direction reproduced", "inconclusive", "not reproduced")
 REPRODUCED, DIRECTION, INCONCLUSIVE, NOT_REPRODUCED = WORDS
 AGREEING = 0.8  # share of the pairs that must agree with the paper's direction: 4 of 5
-MIXED_RUNS = "runs of one variant differ in their settings"
 
 Settings = Mapping[str, Any]
 FindMetric = Callable[[str], Metric]
+Levels = tuple[tuple[float, Interval | None, Interval | None], ...]  # share; ours and the placebo's
 
 
-class Measure(Protocol):
-    """What a claim compares, as pairs whose values are above 0 where ours is better."""
+class Measure:
+    """A comparison by seed, whose values are above 0 where ours is better, and how the report prints an effect."""
+
+    ratio, unit, scale = False, "", 1.0
 
     def pairs(self, baseline: Results, ours: Results, metric: FindMetric) -> Pairs:
         """Return the comparison by seed."""
+        raise NotImplementedError
 
     def value(self, effect: float, spread: float = 0.0) -> str:
         """Return an effect as the report prints it, with two digits of its spread."""
+        if self.ratio:
+            return times(effect)
+        return f"{shown(self.scale * effect, self.scale * spread, '+')}{self.unit and ' ' + self.unit}"
 
     def words(self, found: Interval) -> str:
         """Return an interval as the report prints it."""
+        return in_words(self, found)
 
 
 @dataclass(frozen=True)
-class Speed:
+class Speed(Measure):
     """Updates until the running best reaches the median of the baseline's best values; the baseline's over ours."""
 
     metric: str
+    ratio = True
 
     def pairs(self, baseline: Results, ours: Results, metric: FindMetric) -> Pairs:
-        shared = [run for run in baseline if run["seed"] in {ours_run["seed"] for ours_run in ours}]
-        return self.at_level(baseline, ours, metric, self.levels(Results(shared), metric)[1.0])
-
-    def levels(self, baseline: Results, metric: FindMetric) -> dict[float, float]:
-        """Return levels by share of the baseline's improvement."""
-        measured = metric(self.metric)
-        series = baseline.series(measured)
-        return baseline_levels(series, measured.higher) if series else {1.0: math.nan}
+        shared = Results(run for run in baseline if run["seed"] in {own["seed"] for own in ours})
+        return self.at_level(baseline, ours, metric, shared.levels(metric(self.metric))[1.0])
 
     def at_level(self, baseline: Results, ours: Results, metric: FindMetric, level: float) -> Pairs:
         """Return the log ratios of the updates to one level."""
-        measured = metric(self.metric)
-        theirs, own = (
-            {seed: crossing(series, level, measured.higher) for seed, series in side.series(measured).items()}
-            for side in (baseline, ours)
-        )
+        theirs, own = (side.crossings(metric(self.metric), level) for side in (baseline, ours))
         return log_ratios(theirs, own, (baseline.steps(), ours.steps()))
-
-    def value(self, effect: float, spread: float = 0.0) -> str:
-        return times(effect)
 
     def words(self, found: Interval) -> str:
         return in_words(self, found, after=" as fast")
 
 
 @dataclass(frozen=True)
-class Quality:
+class Quality(Measure):
     """A metric at the end of training ("last") or at its best, as a difference or as a ratio."""
 
     metric: str
@@ -93,17 +77,12 @@ class Quality:
             theirs, own = ({seed: max(value, least) for seed, value in side.items()} for side in (own, theirs))
         return (log_ratios if self.ratio else differences)(theirs, own)
 
-    def value(self, effect: float, spread: float = 0.0) -> str:
-        if self.ratio:
-            return times(effect)
-        return f"{shown(self.scale * effect, self.scale * spread, '+')}{self.unit and ' ' + self.unit}"
-
     def words(self, found: Interval) -> str:
         return in_words(self, found, "ratio " if self.ratio else "lead ")
 
 
 @dataclass(frozen=True)
-class Inside:
+class Inside(Measure):
     """Two quantities of the same run: the second less the first."""
 
     of: Callable[[Run], tuple[float, float] | None]
@@ -112,12 +91,6 @@ class Inside:
     def pairs(self, baseline: Results, ours: Results, metric: FindMetric) -> Pairs:
         found = ours.by_seed(self.of)
         return differences({s: b for s, (_, b) in found.items()}, {s: a for s, (a, _) in found.items()})
-
-    def value(self, effect: float, spread: float = 0.0) -> str:
-        return f"{shown(effect, spread, '+')}{self.unit and ' ' + self.unit}"
-
-    def words(self, found: Interval) -> str:
-        return in_words(self, found)
 
 
 def times(effect: float) -> str:
@@ -179,7 +152,7 @@ class Verdict:
     nearest: BySeed = field(default_factory=dict)
     placebo: Interval | None = None
     placebo_share: float = 1.0
-    levels: tuple[tuple[float, Interval | None, Interval | None], ...] = ()
+    levels: Levels = ()
 
     @property
     def indicative(self) -> bool:
@@ -194,8 +167,8 @@ def judge(claim: Claim, results: Results, metric: FindMetric) -> Verdict:
         pairs = claim.measure.pairs(baseline, ours, metric)
         worse = _ends_worse(claim, baseline, ours, metric)
         levels = _at_levels(claim, baseline, ours, metric)
-    except Mixed:
-        return Verdict(INCONCLUSIVE, "not measured", MIXED_RUNS)
+    except Mixed as mixed:
+        return Verdict(INCONCLUSIVE, "not measured", str(mixed))
     found, (share, placebo) = pairs.interval(), _placebo(levels)
     word, reason = _word(claim, pairs, found, worse, placebo)
     reason = reason or (found is None and _why_no_interval(pairs, baseline, ours)) or ""
@@ -250,28 +223,24 @@ def _ends_worse(claim: Claim, baseline: Results, ours: Results, metric: FindMetr
     """Return why a faster start does not count; empty where the end is no worse, or cannot be told."""
     if not claim.final:
         return ""
-    quality = Quality(claim.final, "best")
-    found = quality.pairs(baseline, ours, metric).interval()
-    worse = found is not None and found.high < 0
-    return f"its best {metric(claim.final).label} is worse" if worse else ""
+    found = Quality(claim.final, "best").pairs(baseline, ours, metric).interval()
+    return f"its best {metric(claim.final).label} is worse" if found is not None and found.high < 0 else ""
 
 
-def _at_levels(
-    claim: Claim, baseline: Results, ours: Results, metric: FindMetric
-) -> tuple[tuple[float, Interval | None, Interval | None], ...]:
+def _at_levels(claim: Claim, baseline: Results, ours: Results, metric: FindMetric) -> Levels:
     """Return the ratios of a claim on speed, and of its placebo, by share of the baseline's improvement."""
     measure, seeds = claim.measure, {run["seed"] for run in ours}
-    shared, further = (Results([r for r in baseline if (r["seed"] in seeds) is known]) for known in (True, False))
+    shared, further = (Results(r for r in baseline if (r["seed"] in seeds) is known) for known in (True, False))
     if not isinstance(measure, Speed) or not len(shared):
         return ()
     rivals = ours, _renumbered(further, shared)
     return tuple(
         (share, *(measure.at_level(shared, rival, metric, level).interval() for rival in rivals))  # type: ignore[misc]
-        for share, level in measure.levels(shared, metric).items()
+        for share, level in shared.levels(metric(measure.metric)).items()
     )
 
 
-def _placebo(levels: tuple[tuple[float, Interval | None, Interval | None], ...]) -> tuple[float, Interval | None]:
+def _placebo(levels: Levels) -> tuple[float, Interval | None]:
     """Return the placebo at the highest level at which it has an interval: half of its runs miss the very target."""
     bounded = [(share, found) for share, _, found in levels if found and math.isfinite(found.high - found.low)]
     return bounded[-1] if bounded else (1.0, None)
@@ -279,6 +248,5 @@ def _placebo(levels: tuple[tuple[float, Interval | None, Interval | None], ...])
 
 def _renumbered(further: Results, shared: Results) -> Results:
     """Return the placebo's runs, in order of their seeds, under the seeds that the comparison has."""
-    seeds = sorted(run["seed"] for run in shared)
-    runs = sorted(further, key=lambda run: run["seed"])
-    return Results([{**run, "seed": seed} for run, seed in zip(runs, seeds)])
+    seeds, runs = sorted(run["seed"] for run in shared), sorted(further, key=lambda run: run["seed"])
+    return Results({**run, "seed": seed} for run, seed in zip(runs, seeds))

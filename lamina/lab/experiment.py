@@ -21,14 +21,9 @@ PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 
 
 def option(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[str] = (),
-    sweep: bool = False,
-    above: float | None = None,
-    least: float | None = None,
-) -> Any:
+    default: Any, help: str,
+    *, choices: Sequence[str] = (), sweep: bool = False, above: float | None = None, least: float | None = None,
+) -> Any:  # fmt: skip
     """Return the field of a setting; ``sweep`` lets the command line take several values (``--norm layer,none``)."""
     metadata = {"help": help, "choices": tuple(choices), "sweep": sweep, "above": above, "least": least}
     return field(default=default, metadata=metadata)
@@ -100,19 +95,19 @@ def check_parts(config: Config, accumulate: int, processes: int) -> None:
 
 def _check_setting(item: dataclasses.Field[Any], value: Any) -> None:
     """Right type, finite, in range, one of the choices."""
-    kind = type(item.default)
-    flag = f"--{item.name.replace('_', '-')}"
+    kind, flag, rule = type(item.default), f"--{item.name.replace('_', '-')}", ""
     if kind is float and type(value) is int:
         return _check_setting(item, float(value))
-    if type(value) is not kind:
-        raise fail(f"{flag} must be {kind.__name__}", repr(value), f"The default is {item.default!r}.")
     choices, above, least = (item.metadata.get(k) for k in ("choices", "above", "least"))
-    if choices:
+    if type(value) is not kind:
+        rule = kind.__name__
+    elif choices:
         one_of(flag, value, choices)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise fail(f"{flag} must be finite", repr(value), f"The default is {item.default!r}.")
-    if (above is not None and value <= above) or (least is not None and value < least):
+    elif isinstance(value, float) and not math.isfinite(value):
+        rule = "finite"
+    elif (above is not None and value <= above) or (least is not None and value < least):
         rule = f"above {above:g}" if above is not None else f"at least {least:g}"
+    if rule:
         raise fail(f"{flag} must be {rule}", repr(value), f"The default is {item.default!r}.")
 
 

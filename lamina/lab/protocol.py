@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from .experiment import Config, Every
+from .experiment import Every
 from .experiments import find
 from .training.batches import Batches
 from .training.draws import Draws
@@ -85,6 +85,6 @@ class Experiment(Protocol):
         """Write pictures, samples and the like of the trained model into ``folder``; may write nothing."""
 
 
-def module_of(config_or_name: Config | str) -> Experiment:
+def module_of(name: str) -> Experiment:
     """Return the experiment's functions, by name."""
-    return cast(Experiment, import_module(find(str(config_or_name)).module))
+    return cast(Experiment, import_module(find(name).module))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .statistics import BySeed, Series
+from .statistics import BySeed, Series, baseline_levels, crossing
 
 Run = Mapping[str, Any]
 # Settings that change what is written down on the way, not what is learnt: runs that differ in these are the same run.
@@ -38,38 +38,27 @@ class Metric:
         return max(values) if self.higher else min(values)
 
 
+def settings_of(run: Run) -> dict[str, Any]:
+    """Return the settings that change what is learnt."""
+    return {key: value for key, value in run["config"].items() if key not in BOOKKEEPING}
+
+
 class Mixed(Exception):
     """Runs of one variant differ in their settings, so they are not one sample."""
 
 
-class Results(Sequence[Run]):
+class Results(tuple[Run, ...]):
     """Finished runs; each has ``config``, ``seed``, ``steps``, ``extras`` and ``series`` by metric."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = list(runs)
-
-    def __len__(self) -> int:
-        return len(self.runs)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.runs[index]
-
-    def __iter__(self) -> Iterator[Run]:
-        return iter(self.runs)
 
     def select(self, **settings: Any) -> Results:
         """Return the runs whose settings are these: ``results.select(norm="layer", batch_size=4)``."""
-        return Results([r for r in self.runs if all(r["config"].get(k) == v for k, v in settings.items())])
+        return Results(r for r in self if all(r["config"].get(k) == v for k, v in settings.items()))
 
     def by_seed(self, of: Callable[[Run], Any]) -> dict[int, Any]:
         """Return what ``of`` finds in each run, by seed; runs in which it finds None are passed over."""
-        found = {run["seed"]: value for run in self.runs if (value := of(run)) is not None}
-        settings = {
-            json.dumps({k: v for k, v in run["config"].items() if k not in BOOKKEEPING}, sort_keys=True)
-            for run in self.runs
-            if run["seed"] in found
-        }
-        if len(settings) > 1:
+        found = {run["seed"]: value for run in self if (value := of(run)) is not None}
+        settings = (json.dumps(settings_of(run), sort_keys=True) for run in self if run["seed"] in found)
+        if len(set(settings)) > 1:
             raise Mixed("runs of one variant differ in their settings")
         return found
 
@@ -84,6 +73,15 @@ class Results(Sequence[Run]):
     def best(self, metric: Metric) -> BySeed:
         """Return the best value that each run reached."""
         return {seed: metric.best(values) for seed, (_, values) in self.series(metric).items()}
+
+    def crossings(self, metric: Metric, level: float) -> BySeed:
+        """Return the updates after which each run's best reached the level; infinity where it never did."""
+        return {seed: crossing(series, level, metric.higher) for seed, series in self.series(metric).items()}
+
+    def levels(self, metric: Metric) -> dict[float, float]:
+        """Return levels by share of these runs' improvement."""
+        series = self.series(metric)
+        return baseline_levels(series, metric.higher) if series else {1.0: math.nan}
 
     def steps(self) -> BySeed:
         """Return the updates of each run."""

@@ -131,9 +131,9 @@ def log_ratios(theirs: BySeed, ours: BySeed, budgets: tuple[BySeed, BySeed] | No
     value = {seed: _log_ratio(theirs[seed], ours[seed]) for seed in sorted(theirs.keys() & ours.keys())}
     if budgets is None:
         return _pairs(value, value)
-    sides = ((side, budget) for side, budget in zip((theirs, ours), budgets))
-    reached = [{s: side[s] if math.isfinite(side[s]) else budget[s] for s in value} for side, budget in sides]
-    return _pairs(value, {seed: _log_ratio(reached[0][seed], reached[1][seed]) for seed in value})
+    sides = zip((theirs, ours), budgets)
+    past, own = ({s: side[s] if math.isfinite(side[s]) else budget[s] for s in value} for side, budget in sides)
+    return _pairs(value, {seed: _log_ratio(past[seed], own[seed]) for seed in value})
 
 
 def _log_ratio(theirs: float, ours: float) -> float:
@@ -152,9 +152,7 @@ def differences(theirs: BySeed, ours: BySeed) -> Pairs:
 def _pairs(value: BySeed, at_least: BySeed) -> Pairs:
     told = {seed: found for seed, found in value.items() if not math.isnan(found)}
     finite = [found for found in told.values() if math.isfinite(found)] or [0.0]
-    ends = {
-        seed: min(at_least[seed], max(finite)) if told[seed] > 0 else max(at_least[seed], min(finite)) for seed in told
-    }
+    ends = {s: min(at_least[s], max(finite)) if told[s] > 0 else max(at_least[s], min(finite)) for s in told}
     nearest = {seed: found if math.isfinite(found) else ends[seed] for seed, found in told.items()}
     return Pairs(told, nearest, len(value) - len(told))
 

@@ -708,15 +708,15 @@ def test_status_says_what_is_where(tmp_path, small):
     write(tmp_path / "mnist", IDX)
     write(tmp_path / "fashion_mnist", {f"{IMAGES}": b"12345"})
     write(tmp_path / "cifar10_subset", {"cifar10_subset.npz": b"123"})
-    found = {one.name: one for one in registry.status(tmp_path)}
-    assert {name: one.state for name, one in found.items()} == {
+    found = {name: registry.status(source, tmp_path) for name, source in registry.SOURCES.items()}
+    assert {name: state for name, (_, state, _) in found.items()} == {
         "mnist": "present",
         "fashion_mnist": "incomplete",
         "binarized_mnist": "absent",
         "cifar10": "absent",
         "cifar10_subset": "present",
     }
-    assert found["mnist"].folder == tmp_path / "mnist"
-    assert found["fashion_mnist"].size == 5
-    assert found["binarized_mnist"].folder == tmp_path / "binarized_mnist"
-    assert all(one.licence for one in found.values())
+    assert found["mnist"][0] == tmp_path / "mnist"
+    assert found["fashion_mnist"][2] == 5
+    assert found["binarized_mnist"][0] == tmp_path / "binarized_mnist"
+    assert all(source.licence for source in registry.SOURCES.values())

@@ -39,41 +39,29 @@ class Case:
     engine: str
     values: list[float] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        return f"{self.size} {self.norm} {self.engine}"
-
 
 def measure(device: str, quick: bool, say: Callable[[str], None]) -> records.Record:
     """Return a record of kind "bench"; each round takes all cases in turn, so that a slow minute harms all alike."""
     accelerator = Accelerator(cpu=device == "cpu")
     cuda = accelerator.device.type == "cuda"
     rounds, updates = (7, 5) if quick else (7, 60 if cuda else 20)
-    cases = [Case(*key) for key in _keys(cuda, quick)]
+    cases = _cases(cuda, quick)
     ready = [_prepare(case, accelerator, updates) for case in cases]
     for number in range(rounds):
         for case, steps in zip(cases, ready):
             case.values.append(_milliseconds(steps, updates))
         say(f"round {number + 1} of {rounds}")
     return {
-        "schema": records.SCHEMA,
-        "kind": "bench",
-        "name": "train",
-        "title": "Training speed: milliseconds an update",
-        "environment": records.environment(),
-        "experiment": "mnist",
-        "device": accelerator.device.type,
-        "threads": torch.get_num_threads(),
-        "batch_size": BATCH,
-        "rounds": rounds,
-        "updates_a_round": updates,
+        "schema": records.SCHEMA, "kind": "bench", "name": "train", "title": "Training speed: milliseconds an update",
+        "environment": records.environment(), "experiment": "mnist", "device": accelerator.device.type,
+        "threads": torch.get_num_threads(), "batch_size": BATCH, "rounds": rounds, "updates_a_round": updates,
         "rows": [_row(case, cases) for case in cases],
-    }
+    }  # fmt: skip
 
 
-def _keys(cuda: bool, quick: bool) -> list[tuple[str, str, str]]:
-    engines = ("eager", "graph") if cuda else ("eager",)
-    sizes = ("small",) if quick else tuple(SIZES)
-    return [(size, norm, engine) for size in sizes for engine in engines for norm in NORMS]
+def _cases(cuda: bool, quick: bool) -> list[Case]:
+    engines, sizes = ("eager", "graph") if cuda else ("eager",), ("small",) if quick else tuple(SIZES)
+    return [Case(size, norm, engine) for size in sizes for engine in engines for norm in NORMS]
 
 
 def _prepare(case: Case, accelerator: Accelerator, updates: int) -> Any:
@@ -118,13 +106,8 @@ def _milliseconds(steps: Any, updates: int) -> float:
 def _row(case: Case, cases: Sequence[Case]) -> dict[str, Any]:
     plain = next(c for c in cases if (c.size, c.norm, c.engine) == (case.size, "none", case.engine))
     ratios = [ours / theirs for ours, theirs in zip(case.values, plain.values)]
-    return {
-        "size": case.size,
-        "norm": case.norm,
-        "engine": case.engine,
-        "milliseconds": spread(case.values),
-        "ratio_to_none": spread(ratios),
-    }
+    named = {"size": case.size, "norm": case.norm, "engine": case.engine}
+    return {**named, "milliseconds": spread(case.values), "ratio_to_none": spread(ratios)}
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -136,8 +119,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 def cells(row: dict[str, Any]) -> list[str]:
     """Return a row under ``COLUMNS``."""
-    what = [row["size"], row["norm"], row["engine"]]
-    return [*what, _shown(row["milliseconds"], 3), _shown(row["ratio_to_none"], 2)]
+    return [row["size"], row["norm"], row["engine"], _shown(row["milliseconds"], 3), _shown(row["ratio_to_none"], 2)]
 
 
 def _shown(found: dict[str, Any], digits: int) -> str:

@@ -45,9 +45,6 @@ app.add_typer(running.run_app, name="run", cls=Commands)
 app.add_typer(data_app, name="data")
 
 
-# Errors
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a command; errors become one line on standard error and an exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
@@ -90,10 +87,8 @@ def told(error: BaseException) -> tuple[str, int] | None:
     """Return the text of an error and the exit code; None for a mistake of ours, which keeps its traceback."""
     if hasattr(error, "format_message"):  # a usage error, of whichever click typer was built on
         return str(error.format_message()), int(getattr(error, "exit_code", 2))
-    if isinstance(error, InputError):
-        return str(error), 2
-    if isinstance(error, RunError):
-        return str(error), 1
+    if isinstance(error, (InputError, RunError)):
+        return str(error), 2 if isinstance(error, InputError) else 1
     if hasattr(error, "exit_code"):  # train.Interrupted
         return str(error), int(error.exit_code)
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
@@ -145,9 +140,6 @@ PathsArgument = Annotated[list[str] | None, typer.Argument(help="folders of runs
 DataOption = Annotated[str | None, typer.Option("--data", help="folder of data sets (default: LAMINA_DATA, or cache)")]
 
 
-# lamina reproduce, report
-
-
 app.command()(running.reproduce)
 app.command()(running.paper)
 
@@ -187,9 +179,6 @@ def _check_file(path: str | None, name: str) -> None:
         writable_folder(Path(path).parent, f"the folder of {name}")
 
 
-# lamina data
-
-
 @data_app.callback(invoke_without_command=True)
 def data_sets(context: typer.Context, data: DataOption = None) -> None:
     """List the data sets: which are there, where, and under which licence."""
@@ -197,10 +186,10 @@ def data_sets(context: typer.Context, data: DataOption = None) -> None:
         return
     from ..data import registry
 
-    rows = [
-        [s.name, s.title, s.state, f"{s.size / 1e6:,.1f} MB" if s.size else "-", str(s.folder), s.licence]
-        for s in registry.status(data)
-    ]
+    rows = list[list[str]]()
+    for s in registry.SOURCES.values():
+        folder, state, size = registry.status(s, data)
+        rows.append([s.name, s.title, state, f"{size / 1e6:,.1f} MB" if size else "-", str(folder), s.licence])
     table("Data sets", ["Name", "Title", "State", "Size", "Folder", "Licence"], rows)
     say("lamina data get NAME fetches one; an absent one has an embedded stand-in, and every result says so.")
 
@@ -227,9 +216,6 @@ def check(name: Annotated[str, typer.Argument(help="of the data set")], data: Da
     say(f"{name}: {KINDS[found.kind]}: {found.label}")
 
 
-# lamina evaluate, tune, analyse, bench, info
-
-
 @app.command()
 def evaluate(
     run: Annotated[str, typer.Argument(help="folder of one run")],
@@ -243,11 +229,8 @@ def evaluate(
 
     with Reporter() as reporter:
         found = measure(Path(run), Settings(root=data, device=device), reporter)
-    table(
-        f"Checkpoint at update {found.pop('update'):,}",
-        ["Metric", "Value"],
-        [[k, f"{v:.5g}"] for k, v in found.items()],
-    )
+    title = f"Checkpoint at update {found.pop('update'):,}"
+    table(title, ["Metric", "Value"], [[name, f"{value:.5g}"] for name, value in found.items()])
 
 
 @app.command()
@@ -282,9 +265,9 @@ def analyse(
 
     Screen().print(invariance_table(seed=seed).rich())
     found = analysis.study(seed, lambda part: print(f"{part} done", file=sys.stderr))
-    for name, tables in found.tables.items():
-        for shown in tables if name != "invariances" else ():
-            table(shown["caption"], shown["columns"], shown["rows"])
+    for drawing, _, shown in found:
+        if shown and drawing.name != "invariances":
+            table(shown.caption, shown.columns, shown.rows)
     say(f"page: {analysis.write(found, folder, seed)[0]}")
 
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,9 +19,6 @@ from ..experiment import Config, Job, Scale, Sheet
 
 KINDS = {int: "a whole number", float: "a number", str: "a name"}
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda")]
-
-
-# Which runs
 
 
 def flag(name: str) -> str:
@@ -117,15 +114,12 @@ def _distinct(jobs: list[Job]) -> list[Job]:
     return jobs
 
 
-# How to run
+def _option(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="How to run")
 
 
-def _option(help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="How to run", **more)
-
-
-def whole(least: int, most: int) -> Callable[[Any], int]:
-    """Return a reader of whole numbers in a range."""
+def whole(help: str, least: int, most: int, panel: str | None = "How to run") -> Any:
+    """Return an option whose value is a whole number in a range."""
 
     def parse(given: Any) -> int:
         try:
@@ -136,7 +130,7 @@ def whole(least: int, most: int) -> Callable[[Any], int]:
             raise typer.BadParameter(f"must be a whole number from {least} to {most}, got {given!r}.")
         return number
 
-    return parse
+    return typer.Option(help=help, metavar="N", parser=parse, rich_help_panel=panel)
 
 
 @dataclass
@@ -144,21 +138,15 @@ class How:
     """Options of ``lamina run`` that are not settings of the experiment."""
 
     scale: Annotated[str, _option("all that the claims compare at this size: smoke, laptop or paper")] = ""
-    seeds: Annotated[
-        int | None, _option("number of seeds (default: the scale's, or 1)", metavar="N", parser=whole(1, 1000))
-    ] = None
-    first_seed: Annotated[int, _option("the first of them", metavar="N", parser=whole(0, 2**31))] = 0
+    seeds: Annotated[int | None, whole("number of seeds (default: the scale's, or 1)", 1, 1000)] = None
+    first_seed: Annotated[int, whole("the first of them", 0, 2**31)] = 0
     tuned: Annotated[str | None, _option("record of lamina tune: each variant with what was chosen for it")] = None
     data: Annotated[str | None, _option("folder with the data sets, or embedded for the stand-in")] = None
     runs: Annotated[str, _option("folder for the runs")] = "runs"
     device: Annotated[str, _option("auto, cpu or cuda")] = "auto"
     engine: Annotated[str, _option("auto, eager, or graph (a CUDA graph)")] = "auto"
-    together: Annotated[
-        int, _option("runs side by side on one device; 0 chooses", metavar="N", parser=whole(0, 64))
-    ] = 0
-    jobs: Annotated[
-        int | None, _option("processes (default: cores; 1 on a GPU)", metavar="N", parser=whole(1, 999))
-    ] = None
+    together: Annotated[int, whole("runs side by side on one device; 0 chooses", 0, 64)] = 0
+    jobs: Annotated[int | None, whole("processes (default: cores; 1 on a GPU)", 1, 999)] = None
     resume: Annotated[bool, _option("go on where runs stopped; finished ones are passed over", "--resume")] = False
     restart: Annotated[bool, _option("begin anew; what is there is moved to old-1, old-2 ...", "--restart")] = False
     keep_best: Annotated[bool, _option("keep the checkpoint that validates best")] = True

@@ -26,9 +26,6 @@ from .screen import KINDS, say, show_notes, show_report, table
 run_app = typer.Typer(help="Train an experiment: lamina run mnist --norm layer,batch --seeds 3")
 
 
-# A command for each experiment
-
-
 def _add_run_command(sheet: Sheet) -> None:
     """Add a command whose options are the fields of the sheet's settings, then those of ``How``."""
 
@@ -53,14 +50,8 @@ def _setting(item: dataclasses.Field[Any]) -> inspect.Parameter:
     several, choices = item.metadata["sweep"], item.metadata["choices"]
     help = item.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
     help += ("; several with commas between" if several else "") + f" (default {item.default})"
-    names = {int: "INTEGER", float: "FLOAT", str: "NAME"}
-    option = typer.Option(
-        flag(item.name),
-        help=help,
-        show_default=False,
-        metavar=names[kind] + (",..." if several else ""),
-        rich_help_panel="Settings",
-    )
+    metavar = {int: "INTEGER", float: "FLOAT", str: "NAME"}[kind] + (",..." if several else "")
+    option = typer.Option(flag(item.name), help=help, show_default=False, metavar=metavar, rich_help_panel="Settings")
     annotation = Annotated[str | None, option]  # read by plan.parse, which tells what it got
     return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
@@ -74,9 +65,6 @@ def _no_experiment(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         names = ", ".join(SHEETS)
         raise fail("lamina run needs the name of an experiment", "none", f"Choose one of {names}: see lamina list.")
-
-
-# From options to results
 
 
 def _run(sheet: Sheet, given: Mapping[str, str], how: How) -> None:
@@ -138,31 +126,19 @@ def _show_results(sheet: Sheet, jobs: Sequence[Job], data: str, runs: Path) -> N
     show_notes(notes)
 
 
-# All of them
-
 RunsOption = Annotated[str, typer.Option(help="folder for the runs")]
 OutOption = Annotated[str, typer.Option(help="folder for the report")]
 OnlyOption = Annotated[str, typer.Option(help="experiments, with commas between (default: all)")]
-SeedsOption = Annotated[
-    int | None, typer.Option(help="seeds of each variant (default: the scale's)", metavar="N", parser=whole(1, 999))
-]
-JobsOption = Annotated[
-    int | None, typer.Option(help="processes (default: one a core)", metavar="N", parser=whole(1, 999))
-]
+SeedsOption = Annotated[int | None, whole("seeds of each variant (default: the scale's)", 1, 999, panel=None)]
+JobsOption = Annotated[int | None, whole("processes (default: one a core)", 1, 999, panel=None)]
 QuietOption = Annotated[bool, typer.Option(help="no progress, only the results")]
 
 
 def reproduce(
-    context: typer.Context,
-    seeds: SeedsOption = None,
-    runs: RunsOption = "runs/reproduce",
-    out: OutOption = "runs/reproduce",
-    only: OnlyOption = "",
-    jobs: JobsOption = None,
-    device: DeviceOption = "auto",
-    quiet: QuietOption = False,
-    epochs: Annotated[float | None, typer.Option(hidden=True)] = None,
-) -> None:
+    context: typer.Context, seeds: SeedsOption = None, runs: RunsOption = "runs/reproduce",
+    out: OutOption = "runs/reproduce", only: OnlyOption = "", jobs: JobsOption = None, device: DeviceOption = "auto",
+    quiet: QuietOption = False, epochs: Annotated[float | None, typer.Option(hidden=True)] = None,
+) -> None:  # fmt: skip
     """Run every experiment, small, on embedded data; write the report. Stop it and run it again: it goes on."""
     how = How(data="embedded", runs=runs, device=device, jobs=jobs, resume=True, quiet=quiet, seeds=seeds)
     how.command = _typed(context)
@@ -176,13 +152,9 @@ def paper(
     context: typer.Context,
     data: Annotated[str, typer.Option(help="folder of the real data sets")],
     hours: Annotated[float, typer.Option(help="save every run and stop after so long (default: no limit)")] = math.inf,
-    runs: RunsOption = "runs/paper",
-    out: OutOption = "runs/paper",
-    only: OnlyOption = "",
-    jobs: JobsOption = None,
-    device: DeviceOption = "cpu",
-    quiet: QuietOption = False,
-) -> None:
+    runs: RunsOption = "runs/paper", out: OutOption = "runs/paper", only: OnlyOption = "",
+    jobs: JobsOption = None, device: DeviceOption = "cpu", quiet: QuietOption = False,
+) -> None:  # fmt: skip
     """Run each experiment whose real data are there, sized for two cores; write the report. Run again to go on."""
     if not hours > 0:
         raise fail("--hours must be above 0", repr(hours), "Leave it out to run to the end.")
@@ -221,11 +193,9 @@ def _can_run(sheet: Sheet, scale: str, how: How) -> bool:
 def _all(sheets: Sequence[Sheet], scale: str, how: How, out: str, changed: Mapping[str, Sequence[Any]]) -> int:
     """Run a scale of every experiment, then write the report; return the worst exit code."""
     began = time.monotonic()
-    work = list[Job]()
-    for sheet in sheets:
-        seeds = _seeds(how, plan.find_scale(sheet, scale).seeds)
-        work += plan.jobs_of_scale(sheet, scale, seeds, **changed)
-    progress = Progress(work, Path(how.runs), "embedded" if how.data == "embedded" else "real", how)
+    seeds = [_seeds(how, plan.find_scale(sheet, scale).seeds) for sheet in sheets]
+    work = [job for s, those in zip(sheets, seeds) for job in plan.jobs_of_scale(s, scale, those, **changed)]
+    progress = Progress(work, how)
     progress.show()
     try:
         code = workers.carry_out(work, how, lambda job: f"{job.experiment}/{job.label}", progress.after)
@@ -238,15 +208,15 @@ def _all(sheets: Sequence[Sheet], scale: str, how: How, out: str, changed: Mappi
         code = 0  # the time is over
     _report(Path(how.runs), sheets, out)
     progress.show()
-    say(f"{time.monotonic() - began:,.0f} s in all; {progress.left()} of {len(work)} runs left")
+    left = len(work) - sum(len(progress.done(name)) for name in progress.names)
+    say(f"{time.monotonic() - began:,.0f} s in all; {left} of {len(work)} runs left")
     return code
 
 
 def _report(runs: Path, sheets: Sequence[Sheet], out: str) -> None:
     from ..reports.page import build
 
-    folders = [runs / sheet.name for sheet in sheets if any((runs / sheet.name).glob("*/*/config.json"))]
-    if folders:
+    if folders := [runs / sheet.name for sheet in sheets if any((runs / sheet.name).glob("*/*/config.json"))]:
         show_report(build(folders, out))
 
 
@@ -255,8 +225,6 @@ class Progress:
     """Finished and unfinished runs of each experiment, and when the rest will end."""
 
     jobs: Sequence[Job]
-    runs: Path
-    kind: str
     how: How
 
     def __post_init__(self) -> None:
@@ -264,16 +232,10 @@ class Progress:
 
     def done(self, experiment: str) -> list[float]:
         """Return the minutes that each finished run of an experiment took."""
-        return [
-            (summary.stat().st_mtime - summary.with_name("config.json").stat().st_mtime) / 60
-            for job in self.jobs
-            if job.experiment == experiment
-            for summary in self.runs.glob(str(job.home(Path(), f"*-{self.kind}") / job.label / "summary.json"))
-        ]
-
-    def left(self) -> int:
-        """Return the number of unfinished runs."""
-        return len(self.jobs) - sum(len(self.done(name)) for name in self.names)
+        data = "*-embedded" if self.how.data == "embedded" else "*-real"
+        homes = [job.home(Path(), data) / job.label for job in self.jobs if job.experiment == experiment]
+        ends = [end for home in homes for end in Path(self.how.runs).glob(str(home / "summary.json"))]
+        return [(end.stat().st_mtime - end.with_name("config.json").stat().st_mtime) / 60 for end in ends]
 
     def rows(self) -> list[list[str]]:
         """Return for each experiment: runs done, runs left, and when its last one will end."""
@@ -288,7 +250,7 @@ class Progress:
 
     def show(self) -> None:
         """Print a table of all experiments."""
-        table(f"Runs in {self.runs}", ["Experiment", "Done", "Left", "Ends"], self.rows())
+        table(f"Runs in {Path(self.how.runs)}", ["Experiment", "Done", "Left", "Ends"], self.rows())
 
     def after(self, job: Job) -> str:
         """Return how far the experiment of a job that has ended is."""

@@ -23,27 +23,20 @@ at_work = threading.Event()
 def main() -> None:
     """Carry out orders until standard input closes, which it does however the parent ends."""
     threading.Thread(target=_listen, daemon=True).start()
-    stream = _Output()
     while (order := orders.get()) is not None:
         at_work.set()
-        code, text = _carry_out(json.loads(order), JsonReporter(stream))
+        code, text = _carry_out(json.loads(order), JsonReporter(_write))
         at_work.clear()
-        stream.write(json.dumps({"event": "done", "code": code, "text": text}) + "\n")
+        _write(json.dumps({"event": "done", "code": code, "text": text}) + "\n")
 
 
-class _Output:
-    """Standard output; once its reader has died the run goes on until its checkpoint is saved."""
-
-    def write(self, text: str) -> int:
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return len(text)
-
-    def flush(self) -> None:
-        """Do nothing: every write is flushed."""
+def _write(text: str) -> None:
+    """Write to standard output; once its reader has died the run goes on until its checkpoint is saved."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _listen() -> None:

@@ -13,13 +13,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from rich.console import Console
 
 from ..experiment import Job
-from ..runs.progress import Reporter, replay
+from ..runs.files import parsed
+from ..runs.progress import Reporter
 from .jobs import How, processes, rank
 
 PROGRAM = ("-m", "lamina.lab.cli.worker")
@@ -51,7 +51,6 @@ def carry_out(
 @contextlib.contextmanager
 def _time_limit(hours: float, say: Reporter) -> Iterator[None]:
     """Send this process SIGTERM after so long: every run saves a checkpoint and ends."""
-
     over = threading.Event()
 
     def wait() -> None:
@@ -117,7 +116,8 @@ class Pool:
 
     def run(self) -> int:
         """Carry out every job; return the worst exit code."""
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {one: signal.signal(one, lambda number, frame: self.asked.append(number)) for one in numbers}
         try:
             while self._busy() or (self._waiting and not self.asked):
                 self._start()
@@ -135,38 +135,28 @@ class Pool:
     def _busy(self) -> list[_Worker]:
         return [worker for worker in self._workers if worker.job is not None]
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked.append(number)
-
     def _start(self) -> None:
         """Give every idle worker a job; start workers as long as there are jobs for them."""
         idle = [worker for worker in self._workers if worker.job is None and worker.process.poll() is None]
         while self._waiting and not self.asked and (idle or len(self._workers) < self.limit):
             worker = idle.pop() if idle else self._started()
             worker.job = self._waiting.pop(0)
-            self._send(worker, {"job": {**vars(worker.job), "config": asdict(worker.job.config)}, **self.settings})
+            order = {"job": {**vars(worker.job), "config": asdict(worker.job.config)}, **self.settings}
+            with contextlib.suppress(BrokenPipeError):  # it has died; ``_bury`` tells
+                print(json.dumps(order), file=worker.process.stdin, flush=True)
 
     def _started(self) -> _Worker:
         # A session of its own: Ctrl-C reaches the parent alone, which passes it on once. A second would end a worker
         # before its checkpoint is written.
         process = subprocess.Popen(
-            [sys.executable, *PROGRAM],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
+            [sys.executable, *PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            encoding="utf-8", errors="replace", start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": str(max(1, cores() // self.limit)), "PYTHONIOENCODING": "utf-8"},
-        )
+        )  # fmt: skip
         worker = _Worker(process, threading.Thread(target=lambda: self._read(worker, process.stdout), daemon=True))
         worker.reader.start()
         self._workers.append(worker)
         return worker
-
-    def _send(self, worker: _Worker, order: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has died; ``_bury`` tells
-            print(json.dumps(order), file=worker.process.stdin, flush=True)
 
     def _read(self, worker: _Worker, lines: IO[str] | None) -> None:
         for line in lines or ():
@@ -182,26 +172,21 @@ class Pool:
                 worker.process.kill()
 
     def _relay(self, wait: float) -> None:
-        try:
+        with contextlib.suppress(queue.Empty):
             self._hear(*self._events.get(timeout=wait))
             while True:
                 self._hear(*self._events.get_nowait())
-        except queue.Empty:
-            pass
 
     def _hear(self, worker: _Worker, line: str) -> None:
         """Show one event of a worker under its job's name; anything that is no event is shown as it is."""
         name, label = (self.named(worker.job), worker.job.label) if worker.job else ("worker", "")
-        try:
-            event = json.loads(line)
-        except ValueError:
-            event = {"event": "line", "text": line.rstrip()}
+        event = parsed(line) or {"event": "line", "text": line.rstrip()}
         if event["event"] == "done":
             self._finished(worker, int(event["code"]), event["text"])
         elif event["event"] == "line":
             self.say.line(f"{name}: {event['text'].removeprefix(f'{label}: ')}")
         else:
-            replay({**event, "name": name}, self.say)
+            getattr(self.say, event.pop("event"))(**{**event, "label": name})
 
     def _finished(self, worker: _Worker, code: int, text: str) -> None:
         if worker.job is None:
@@ -223,10 +208,9 @@ class Pool:
         for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
             worker.reader.join(timeout=5)
             self._relay(wait=0.001)
-            number = -worker.process.returncode
-            died = (
-                f"ended by {signal.Signals(number).name}, which nobody here sent (out of memory?)" if number > 0 else ""
-            )
+            number, died = -worker.process.returncode, ""
+            if number > 0:
+                died = f"ended by {signal.Signals(number).name}, which nobody here sent (out of memory?)"
             self._finished(worker, 1, died)
             self._workers.remove(worker)
             _close(worker)

@@ -20,15 +20,13 @@ from ...errors import InputError
 Array = npt.NDArray[Any]
 Reader = Callable[[Mapping[str, bytes]], dict[str, Array]]
 
-REFETCH = "Delete it and fetch it again."
-
 
 class BadFile(InputError):
     """A file that is not what it must be; ``remedy`` is None where fetching it again is the remedy."""
 
     def __init__(self, path: Path, expected: str, found: str, remedy: str | None = None) -> None:
         self.rule, self.found, self.remedy = f"{path} must be {expected}", " ".join(found.split()), remedy
-        super().__init__(f"{self.rule}, got {self.found}. {remedy or REFETCH}")
+        super().__init__(f"{self.rule}, got {self.found}. {remedy or 'Delete it and fetch it again.'}")
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,6 @@ def read_mnist(files: Mapping[str, bytes]) -> dict[str, Array]:
 
 
 CIFAR_TRAIN, CIFAR_TEST = tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"
-CIFAR_RECORD = 1 + 3 * 32 * 32  # label, then red, green and blue planes
 
 
 def read_cifar_bins(files: Mapping[str, bytes]) -> dict[str, Array]:
@@ -112,7 +109,7 @@ def read_cifar_bins(files: Mapping[str, bytes]) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     for split, names in (("train", CIFAR_TRAIN), ("test", (CIFAR_TEST,))):
         content = b"".join(files[name] for name in names)
-        records = np.frombuffer(content, np.uint8).reshape(-1, CIFAR_RECORD)
+        records = np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * 32 * 32)  # label; red, green and blue planes
         arrays |= {f"{split}_x": records[:, 1:].copy().reshape(-1, 3, 32, 32), f"{split}_y": records[:, 0].copy()}
     return arrays
 

@@ -76,10 +76,6 @@ class Found:
     files: Mapping[File, Path]
     missing: tuple[str, ...]
 
-    def read(self) -> dict[str, Array]:
-        """Return the arrays of a complete layout; every file is checked to the byte."""
-        return self.layout.read({file.name: file.read(path) for file, path in self.files.items()})
-
 
 def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
     """Return the data set ``name``.
@@ -98,7 +94,9 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
         digests = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in arrays.items()}
         return Dataset(name, EMBEDDED, source.stand_in_title, arrays, digests)
     if found is None:
-        raise fail(f"--data must be a folder with {name} in it", _absence(folder), _remedy(name, folder))
+        absence = "does not hold it" if folder.is_dir() else "is a file" if folder.exists() else "is not there"
+        rule, received = f"--data must be a folder with {name} in it", f"{folder}, which {absence}"
+        raise fail(rule, received, _remedy(name, folder))
     if found.missing:
         rule = f"{found.folder} must hold {', '.join(file.name for file in found.layout.files)}"
         raise fail(rule, f"no {', '.join(found.missing)}", _remedy(name, folder))
@@ -107,12 +105,12 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
 
 def _real(source: Source, found: Found, root: Path) -> Dataset:
     try:
-        arrays = found.read()
+        arrays = found.layout.read({file.name: file.read(path) for file, path in found.files.items()})
     except BadFile as error:
         other = next((s.title for s in SOURCES.values() for f in s.layouts[0].files if f.sha256 in error.found), None)
         if other:
             raise fail(error.rule, f"that of {other}", "Pass the folder that holds the set itself.") from None
-        remedy = error.remedy or f"Delete it and run `{fetch_command(source.name, root)}`."
+        remedy = error.remedy or f"Delete it and run `{_fetch_command(source.name, root)}`."
         raise fail(error.rule, error.found, remedy) from None
     counted = " + ".join(f"{count:,}" for count in _sizes(arrays).values())
     digests = {file.name: file.sha256 for file in source.layouts[0].files}
@@ -172,60 +170,39 @@ def _names(folder: Path) -> set[str]:
         raise fail(f"{folder} must be a readable folder", str(error), remedy) from None
 
 
-def _absence(folder: Path) -> str:
-    if not folder.exists():
-        return f"{folder}, which is not there"
-    return f"{folder}, which " + ("does not hold it" if folder.is_dir() else "is a file")
-
-
-def fetch_command(name: str, root: Path) -> str:
-    """Return the command that puts the set into ``root``."""
+def _fetch_command(name: str, root: Path) -> str:
     return f"lamina data get {name} --data {shlex.quote(str(root))}"
 
 
 def _remedy(name: str, root: Path) -> str:
-    return f"Run `{fetch_command(name, root)}`, or pass `--data {EMBEDDED}` for the small stand-in."
+    return f"Run `{_fetch_command(name, root)}`, or pass `--data {EMBEDDED}` for the small stand-in."
 
 
-@dataclass(frozen=True)
-class Status:
-    """Where a data set is looked for and what is there. Files are not opened: ``load`` checks their content."""
+def status(source: Source, root: str | os.PathLike[str] | None = None) -> tuple[Path, str, int]:
+    """Return where a set is looked for, its state, and the bytes on the disk of what is there.
 
-    name: str
-    title: str
-    folder: Path
-    state: str  # "present", "incomplete", "absent" or "unreadable"
-    size: int  # bytes on the disk, of what is there
-    licence: str
-
-
-def status(root: str | os.PathLike[str] | None = None) -> list[Status]:
-    """Return one line for each known data set, for ``lamina data``."""
-    return [_status(source, _folder(asked_root(root))) for source in SOURCES.values()]
-
-
-def _status(source: Source, root: Path) -> Status:
-    """Describe one set; a folder that cannot be read must not hide the other sets."""
-    home, state, size = root / source.name, "absent", 0
+    state: "present", "incomplete", "absent" or "unreadable". Files are not opened: ``load`` checks their content.
+    """
+    folder = _folder(asked_root(root))
+    home, state, size = folder / source.name, "absent", 0
     try:
-        found = find(source, root)
+        found = find(source, folder)
         if found is not None:
             home, state = found.folder, "incomplete" if found.missing else "present"
             size = sum(path.stat().st_size for path in found.files.values() if path.is_file())
-    except (InputError, OSError):
+    except (InputError, OSError):  # a folder that cannot be read must not hide the other sets
         state = "unreadable"
-    return Status(source.name, source.title, home, state, size, source.licence)
+    return home, state, size
 
 
 # The table of data sets
 
-_GREY_SIZES = {"train-images": 47_040_016, "train-labels": 60_008, "t10k-images": 7_840_016, "t10k-labels": 10_008}
+_GREY_SIZES = (47_040_016, 60_008, 7_840_016, 10_008)
 _GREY_NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
 def _idx_files(*sha256: str) -> tuple[File, ...]:
-    sizes = _GREY_SIZES.values()
-    return tuple(File(name, size, sha, packed=True) for name, size, sha in zip(_GREY_NAMES, sizes, sha256))
+    return tuple(File(*row, packed=True) for row in zip(_GREY_NAMES, _GREY_SIZES, sha256))
 
 
 # The SHA-256 of unpacked IDX files whose packed forms have the published MD5.
@@ -255,9 +232,7 @@ _CIFAR_BINS = (
     File("data_batch_5.bin", 30_730_000, "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"),
     File("test_batch.bin", 30_730_000, "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"),
 )
-_CIFAR_TAR = File(
-    "cifar-10-binary.tar.gz", 170_052_171, "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
-)
+_TAR = File("cifar-10-binary.tar.gz", 170_052_171, "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd")
 _FIFTH = File("cifar10_subset.npz", 33_878_902, "98f54da00b8a3f119f39e40251d1081291622736aab9dd8c5c6cd324c598f59a")
 _UNPACKED = "cifar-10-batches-bin"
 
@@ -268,63 +243,41 @@ _CIFAR_LICENCE = "Krizhevsky 2009; no licence stated, used for research everywhe
 
 _ROWS = (
     Source(
-        "mnist",
-        "MNIST",
-        "LeCun, Cortes and Burges; CC BY-SA 3.0 is what is usually quoted",
+        "mnist", "MNIST", "LeCun, Cortes and Burges; CC BY-SA 3.0 is what is usually quoted",
         (Layout(("mnist", "MNIST/raw", "."), _MNIST, formats.read_mnist),),
-        _MNIST,
-        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
-        embedded.mnist_digits,
-        _DIGITS,
+        _MNIST, ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+        embedded.mnist_digits, _DIGITS,
     ),
     Source(
-        "fashion_mnist",
-        "Fashion-MNIST",
-        "Zalando SE; MIT",
+        "fashion_mnist", "Fashion-MNIST", "Zalando SE; MIT",
         (Layout(("fashion_mnist", "FashionMNIST/raw", "."), _FASHION, formats.read_mnist),),
-        _FASHION,
-        ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
-        embedded.small_digits,
-        _SMALL.format("fashion_mnist"),
+        _FASHION, ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+        embedded.small_digits, _SMALL.format("fashion_mnist"),
     ),
     Source(
-        "binarized_mnist",
-        "Binarised MNIST",
-        "Larochelle and Murray 2011, drawn from MNIST; no licence stated",
+        "binarized_mnist", "Binarised MNIST", "Larochelle and Murray 2011, drawn from MNIST; no licence stated",
         (
             Layout(("binarized_mnist", "."), _AMAT, formats.read_binarized_amat),
             Layout(("binarized_mnist", "."), (_BITS,), formats.read_binarized_npz),
         ),
-        _AMAT,
-        ("http://www.cs.toronto.edu/~larocheh/public/datasets/binarized_mnist/",),
-        embedded.mnist_bits,
-        f"{_DIGITS}, binarised",
+        _AMAT, ("http://www.cs.toronto.edu/~larocheh/public/datasets/binarized_mnist/",),
+        embedded.mnist_bits, f"{_DIGITS}, binarised",
     ),
     Source(
-        "cifar10",
-        "CIFAR-10",
-        _CIFAR_LICENCE,
+        "cifar10", "CIFAR-10", _CIFAR_LICENCE,
         (
             Layout(("cifar10", _UNPACKED, f"cifar10/{_UNPACKED}", "."), _CIFAR_BINS, formats.read_cifar_bins),
-            Layout(("cifar10", "."), (_CIFAR_TAR,), formats.read_cifar_tar),
+            Layout(("cifar10", "."), (_TAR,), formats.read_cifar_tar),
         ),
-        (_CIFAR_TAR,),
-        _TORONTO,
-        embedded.small_digits,
-        _SMALL.format("cifar10"),
+        (_TAR,), _TORONTO, embedded.small_digits, _SMALL.format("cifar10"),
     ),
     Source(
-        "cifar10_subset",
-        "First fifth of CIFAR-10",
-        _CIFAR_LICENCE,
+        "cifar10_subset", "First fifth of CIFAR-10", _CIFAR_LICENCE,
         (
             Layout(("cifar10_subset", "cifar10", "."), (_FIFTH,), formats.read_cifar_subset),
-            Layout(("cifar10_subset", "cifar10", "."), (_CIFAR_TAR,), formats.read_cifar_fifth),
+            Layout(("cifar10_subset", "cifar10", "."), (_TAR,), formats.read_cifar_fifth),
         ),
-        (_CIFAR_TAR,),
-        _TORONTO,
-        embedded.small_digits,
-        _SMALL.format("cifar10_subset"),
+        (_TAR,), _TORONTO, embedded.small_digits, _SMALL.format("cifar10_subset"),
     ),
-)
+)  # fmt: skip
 SOURCES: dict[str, Source] = {source.name: source for source in _ROWS}

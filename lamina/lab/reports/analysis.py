@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +20,7 @@ from ...layers import Linear
 from ..data import registry
 from . import analysis_pictures as pictures
 from .analysis_pictures import TITLES, Picture
-from .page import rendered
+from .page import Table, rendered
 
 NORMS: dict[str, str | None] = {"batch": "batch", "weight": "weight", "layer": "layer", "none": None}
 SCALES = (1.0, 2.0, 4.0, 8.0)
@@ -32,42 +29,25 @@ BATCHES = (8, 64, 256)
 UPDATES = 600
 
 
-@dataclass
-class Study:
-    """Pictures in the order of the page, and the tables that stand below some of them."""
-
-    pictures: list[Picture] = field(default_factory=list)
-    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-
-    def add(
-        self, picture: Picture, columns: Sequence[str] = (), rows: Sequence[Sequence[str]] = (), told: str = ""
-    ) -> None:
-        self.pictures.append(picture)
-        if rows:
-            table = {"caption": told, "columns": list(columns), "rows": [list(row) for row in rows]}
-            self.tables[picture.drawing.name] = [table]
-
-
-def study(seed: int = 0, done: Callable[[str], None] = lambda part: None) -> Study:
-    """Compute all parts one after another; ``done`` hears of each."""
-    found = Study()
+def study(seed: int = 0, done: Callable[[str], None] = lambda part: None) -> list[Picture]:
+    """Compute all parts one after another, in the order of the page; ``done`` hears of each."""
+    found = []
     for part in (_invariances, _fisher, _divergence, _rates, _training, _noise):
         torch_state = torch.random.get_rng_state()
         torch.manual_seed(seed)
         try:
-            part(found, seed)
+            found.append(part(seed))
         finally:
             torch.random.set_rng_state(torch_state)
         done(part.__name__.strip("_"))
     return found
 
 
-def write(found: Study, out: Path, seed: int) -> list[Path]:
+def write(found: Sequence[Picture], out: Path, seed: int) -> list[Path]:
     """Write analysis.html and one SVG for each picture."""
-    page = rendered("analysis.html.j2", pictures=found.pictures, tables=found.tables, seed=seed)
+    page = rendered("analysis.html.j2", pictures=found, seed=seed)
     out.mkdir(parents=True, exist_ok=True)
-    drawings = [picture.drawing for picture in found.pictures]
-    files = {"analysis.html": page, **{f"analysis-{drawn.name}.svg": drawn.svg for drawn in drawings}}
+    files = {"analysis.html": page, **{f"analysis-{drawn.name}.svg": drawn.svg for drawn, _, _ in found}}
     for name, text in files.items():
         (out / name).write_text(text.rstrip() + "\n", encoding="utf-8")
     return [out / name for name in files]
@@ -90,7 +70,7 @@ def _layers(inputs: int, units: int) -> dict[str, Linear]:
 # The parts
 
 
-def _invariances(found: Study, seed: int) -> None:
+def _invariances(seed: int) -> Picture:
     exact, loose = invariance_table(seed=seed), invariance_table(seed=seed, eps=1e-5)
     names = list(dict.fromkeys(e.transform for e in exact.rows))
     cells = {
@@ -103,10 +83,11 @@ def _invariances(found: Study, seed: int) -> None:
         shown = (f"{e.deviation:.1e}" + (f" (eps: {e.predicted:.1e})" if e.predicted else "") for e in entries)
         rows.append([name, *shown])
     told = "The same with eps = 1e-5: the change of the output, and in brackets the largest change that eps explains"
-    found.add(pictures.invariance_map(names, cells), ["", *(TITLES[n] for n in NORMS)], rows, told)
+    table = Table(told, ["", *(TITLES[n] for n in NORMS)], rows)
+    return pictures.invariance_map(names, cells)._replace(table=table)
 
 
-def _fisher(found: Study, seed: int) -> None:
+def _fisher(seed: int) -> Picture:
     x = torch.randn(400, 4, dtype=torch.float64)
     layers = _layers(4, 3)
     matrices = {name: fisher(layer, x, "bernoulli") for name, layer in layers.items()}
@@ -125,10 +106,10 @@ def _fisher(found: Study, seed: int) -> None:
         rows.append([TITLES[name], str(len(matrix)), str(null), str(derived), f"{off:.1e}"])
     columns = ["", "parameters", "null directions found", "null directions derived", "relative error of the printed F"]
     drawn = pictures.fisher_maps({name: m.numpy() for name, m in matrices.items()}, edges)
-    found.add(drawn, columns, rows, "One layer of 4 inputs and 3 logistic outputs, 400 cases")
+    return drawn._replace(table=Table("One layer of 4 inputs and 3 logistic outputs, 400 cases", columns, rows))
 
 
-def _divergence(found: Study, seed: int) -> None:
+def _divergence(seed: int) -> Picture:
     x = torch.randn(100, 5, dtype=torch.float64)
     errors = {}
     for name, layer in _layers(5, 4).items():
@@ -136,10 +117,10 @@ def _divergence(found: Study, seed: int) -> None:
         direction /= direction.norm()
         pairs = [(kl(layer, x, s * direction), metric(layer, x, s * direction)) for s in LENGTHS]
         errors[name] = [abs(float(true / form) - 1) for true, form in pairs]
-    found.add(pictures.divergence(LENGTHS, errors))
+    return pictures.divergence(LENGTHS, errors)
 
 
-def _rates(found: Study, seed: int) -> None:
+def _rates(seed: int) -> Picture:
     x, target = torch.randn(64, 6, dtype=torch.float64), torch.randn(64, 5, dtype=torch.float64)
     angles: dict[str, dict[str, Sequence[float]]] = {"sgd": {}, "adam": {}}
     rows = []
@@ -152,10 +133,10 @@ def _rates(found: Study, seed: int) -> None:
                 rows.append([TITLES[name], *(f"{v:.4g}" for v in (rate.weights[1], rate.gain[1], rate.gradient[1]))])
     columns = ["", "F among weights", "F between weights and gains", "gradient"]
     told = "Factors when the weights double: 1/4, 1/2 and 1/2 by theory (the paper prints 1/2 for the first)"
-    found.add(pictures.rates(SCALES, angles), columns, rows, told)
+    return pictures.rates(SCALES, angles)._replace(table=Table(told, columns, rows))
 
 
-def _training(found: Study, seed: int) -> None:
+def _training(seed: int) -> Picture:
     images = registry.load("mnist", "embedded")
     x = torch.tensor(images.arrays["train_x"]).flatten(1).double() / 255
     y = torch.tensor(images.arrays["train_y"]).long()
@@ -172,7 +153,7 @@ def _training(found: Study, seed: int) -> None:
     columns = ["", "norm at the end, relative", "updates that made it shorter"]
     columns += ["angle, first ten updates", "angle, last ten", "loss, last ten"]
     told = f"Hidden layer of 32 units, plain gradient descent on {images.label}"
-    found.add(pictures.training(history), columns, rows, told)
+    return pictures.training(history)._replace(table=Table(told, columns, rows))
 
 
 def _trained(
@@ -193,7 +174,7 @@ def _trained(
     return {"norm": [o.norm for o in seen], "angle": angles.tolist()}, sum(losses[-10:]) / 10
 
 
-def _noise(found: Study, seed: int) -> None:
+def _noise(seed: int) -> Picture:
     population = torch.randn(200_000, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     draws, rows = {}, []
@@ -201,15 +182,9 @@ def _noise(found: Study, seed: int) -> None:
         _, spread = noise.batch_errors(population, size, 4000, generator)
         draws[size] = spread.rsqrt().flatten().numpy()
         seen = noise.measured_noise(population, size, 8000, generator)
-        expected = (exact_deviation(size), seen.expected_scale_sd(), seen.expected_scale_sd("printed"))
+        expected = (seen.gaussian_scale_sd, seen.expected_scale_sd(), seen.expected_scale_sd("printed"))
         rows.append([str(size), *(f"{v:.3g}" for v in (seen.scale_sd, *expected, seen.spread_variance))])
     columns = ["batch size N", "deviation of sigma / sigma~", "exact", "by 2/N", "by 1/N, as printed"]
     columns += ["N times the variance of sigma~² / sigma²"]
     told = "Sampling noise, measured and predicted. Exact: for normal inputs. By 2/N and 1/N: to first order in 1/N"
-    found.add(pictures.noise(draws), columns, rows, told)
-
-
-def exact_deviation(size: int) -> float:
-    """Return the deviation of sigma / sigma~ for batches of normal inputs, whose variance is chi-squared / N."""
-    mean = math.exp(math.lgamma(size / 2 - 1) - math.lgamma((size - 1) / 2)) * math.sqrt(size / 2)
-    return math.sqrt(size / (size - 3) - mean**2)
+    return pictures.noise(draws)._replace(table=Table(told, columns, rows))

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
+    from .page import Table
+
 TITLES = {"layer": "layer norm", "batch": "batch norm", "none": "no norm", "weight": "weight norm"}
 EXACT = 1e-16  # what a difference of nothing is drawn as on a logarithmic scale
 _GUIDE: dict[str, Any] = {"color": INK, "linewidth": 0.9, "linestyle": ":"}
@@ -23,10 +25,11 @@ Numbers = Sequence[float]
 
 
 class Picture(NamedTuple):
-    """A drawing and the words under it."""
+    """A drawing, the words under it, and the table that stands below some of them."""
 
     drawing: Drawing
     caption: str
+    table: Table | None = None
 
 
 def _part(title: str, shows: str, paint: Callable[[Axes], None], height: float = 2.9) -> Part:

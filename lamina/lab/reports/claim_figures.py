@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..claims import DIRECTION, INCONCLUSIVE, NOT_REPRODUCED, REPRODUCED, Speed
+from ..claims import DIRECTION, INCONCLUSIVE, NOT_REPRODUCED, REPRODUCED
 from . import records
 from .drawings import COLOURS, DASHES, GREY, INK, MARKERS, Drawing, Key, Part, drawing, plain_ticks, shortened, wrapped
 
@@ -40,13 +40,11 @@ class _Row:
     @property
     def unit(self) -> str | None:
         """Return the unit of a difference; None for a ratio."""
-        measure = self.claim.measure
-        ratio = isinstance(measure, Speed) or getattr(measure, "ratio", False)
-        return None if ratio else getattr(measure, "unit", "")
+        return None if self.claim.measure.ratio else self.claim.measure.unit
 
     def shown(self, effect: float) -> float:
         """Return an effect on the axis: a log ratio as a ratio, a difference in the claim's unit."""
-        return math.exp(min(effect, 700)) if self.unit is None else getattr(self.claim.measure, "scale", 1.0) * effect
+        return math.exp(min(effect, 700)) if self.unit is None else self.claim.measure.scale * effect
 
     @property
     def pairs(self) -> list[float]:
@@ -65,10 +63,8 @@ class _Row:
     def text(self) -> list[str]:
         found = self.told["measured"] if self.told["interval"] else self.told["reason"]
         indicative = " (indicative)" if self.told.get("indicative") else ""
-        return [
-            *self.words,
-            *wrapped(f"{self.told['word']}{indicative}: {found}".replace(" = ", "\u00a0=\u00a0"), 52).split("\n"),
-        ]
+        told = f"{self.told['word']}{indicative}: {found}".replace(" = ", "\u00a0=\u00a0")
+        return [*self.words, *wrapped(told, 52).split("\n")]
 
     @property
     def words(self) -> list[str]:
@@ -128,10 +124,8 @@ def _paint_forest(rows: Sequence[_Row], ax: Axes) -> None:
     if ratio:
         ax.set_xscale("log")
         plain_ticks(ax.xaxis, low, high, "x")
-    ax.set_xlim(low, high)
-    ax.set_xlabel(f"right of {'1x' if ratio else '0'} favours the claim")
+    ax.set(xlim=(low, high), xlabel=f"right of {'1x' if ratio else '0'} favours the claim", yticks=[])
     ax.spines["left"].set_visible(False)
-    ax.set_yticks([])
     top = 0.0
     for row in rows:
         top = _paint_row(ax, row, top, (low, high))
@@ -181,9 +175,7 @@ def _limits(rows: Sequence[_Row], ratio: bool) -> tuple[float, float]:
     points = [value for row in rows for value in row.pairs] + [middle for _, middle, _ in intervals]
     points += [row.expected or 1.0 for row in rows if ratio] + [row.shown(row.claim.margin) for row in rows]
     edges = [end for low, _, high in intervals for end in (low, high)]
-    low, high = around(
-        [turned(p) for p in points if _usable(p, ratio)], [turned(e) for e in edges if _usable(e, ratio)]
-    )
+    low, high = around(*([turned(v) for v in values if _usable(v, ratio)] for values in (points, edges)))
     return (math.exp(low), math.exp(high)) if ratio else (low, high)
 
 
@@ -195,8 +187,7 @@ def around(points: Sequence[float], edges: Sequence[float]) -> tuple[float, floa
     """Return limits around 0 and all points; edges count up to one and a half times the distance of the points."""
     low, high = min([0.0, *points]), max([0.0, *points])
     reach = 1.5 * (high - low) or max(map(abs, edges), default=1.0)
-    low = max(min([low, *edges]), low - reach)
-    high = min(max([high, *edges]), high + reach)
+    low, high = max(min([low, *edges]), low - reach), min(max([high, *edges]), high + reach)
     margin = 0.06 * (high - low) or 1.0
     return low - margin, high + margin
 
@@ -212,9 +203,8 @@ def draw_levels(record: records.Record, sheet: Sheet) -> Drawing | None:
     keys = [Key(claim["text"], _level_look(place)) for place, claim in enumerate(told)]
     keys.append(Key("no effect", _NO_EFFECT))
     if any(placebo for claim in told for _, _, placebo in claim["levels"]):
-        keys.append(
-            Key("baseline against itself, other seeds: widest interval", {**_PLACEBO, "linewidth": 6, "alpha": 0.4})
-        )
+        band = {**_PLACEBO, "linewidth": 6, "alpha": 0.4}
+        keys.append(Key("baseline against itself, other seeds: widest interval", band))
     alt = shortened("Ratio of updates by share of the baseline's improvement. " + "; ".join(map(_described, told)))
     part = Part("Fewer updates, by level", alt, partial(_paint_levels, told), 3.2)
     return drawing(f"{records.name(record)}-levels", f"Speed by level. {title_of(record, sheet)}", [part], keys)
@@ -252,11 +242,8 @@ def _paint_levels(told: Sequence[Mapping[str, Any]], ax: Axes) -> None:
 
 def _paint_placebo(ax: Axes, told: Sequence[Mapping[str, Any]], limits: tuple[float, float]) -> None:
     """Shade the widest placebo interval at each level."""
-    bands: dict[float, list[tuple[float, float, float]]] = {}
-    for share, _, placebo in (level for claim in told for level in claim["levels"]):
-        if placebo:
-            bands.setdefault(100 * share, []).append(ends(placebo))
-    x = sorted(bands)
-    low = [min(low for low, _, _ in bands[share]) for share in x]
-    high = [max(high for _, _, high in bands[share]) for share in x]
+    found = [(100 * share, ends(placebo)) for claim in told for share, _, placebo in claim["levels"] if placebo]
+    x = sorted({share for share, _ in found})
+    bands = [np.array([interval for at, interval in found if at == share]) for share in x]
+    low, high = ([pick(band) for band in bands] for pick in (np.min, np.max))
     ax.fill_between(x, *(np.exp(np.clip(side, *limits)) for side in (low, high)), color=GREY, alpha=0.25, linewidth=0)

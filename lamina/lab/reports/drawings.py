@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import math
+import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -39,13 +39,11 @@ _STYLE: dict[Any, Any] = {
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     "axes.axisbelow": True,
     "grid.color": INK,
     "grid.alpha": 0.14,  # in place of a light grey, which a dark page would turn into an unseen dark one
     "grid.linewidth": 0.7,
-    "legend.frameon": False,
     "text.parse_math": False,  # a dollar sign in a label is a dollar sign
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
 }
@@ -90,9 +88,12 @@ def drawing(
 
     style: "drawing", which a dark page inverts, or "map" for scales of colour, which stay on white.
     """
+    import matplotlib.style
+
     columns = columns or (len(parts) if len(parts) < 4 else 2)  # four in a row are too small to read
     alt = shortened(f"{title}. {'; '.join(part.title or part.alt for part in parts)}")
-    with plain_style():
+    # A user's matplotlibrc must not change a report: matplotlib's own defaults, then ours.
+    with matplotlib.style.context("default"), matplotlib.rc_context(_STYLE):
         canvas = _canvas(parts, columns, title, keys)
         whole = _with_pictures(_svg(canvas, alt), canvas, parts)
         panels = [part.html or _image(_svg(_canvas([part]), "", True), part.alt, style) for part in parts]
@@ -107,16 +108,6 @@ def shortened(text: str) -> str:
 
 def wrapped(text: str, width: int) -> str:
     return "\n".join(textwrap.wrap(text, width)) or text
-
-
-@contextmanager
-def plain_style() -> Iterator[None]:
-    """Take matplotlib's own defaults and ours: a user's matplotlibrc must not change a report."""
-    import matplotlib
-    from matplotlib import style
-
-    with style.context("default"), matplotlib.rc_context(_STYLE):
-        yield
 
 
 def _canvas(parts: Sequence[Part], columns: int = 1, title: str = "", keys: Sequence[Key] = ()) -> Canvas:
@@ -147,10 +138,10 @@ def _canvas(parts: Sequence[Part], columns: int = 1, title: str = "", keys: Sequ
     return canvas
 
 
-def _handle(key: Key, **more: Any) -> Line2D:
+def _handle(key: Key) -> Line2D:
     from matplotlib.lines import Line2D
 
-    return Line2D([0.1, 0.5, 0.9], [0.5] * 3, markevery=[1], **{"linewidth": 1.8, **key.look, **more})
+    return Line2D([0.1, 0.5, 0.9], [0.5] * 3, markevery=[1], **{"linewidth": 1.8, **key.look})
 
 
 def _page_legend(keys: Sequence[Key], style: str) -> list[str]:
@@ -203,6 +194,9 @@ def _svg(canvas: Canvas, alt: str, transparent: bool = False) -> str:
     canvas.savefig(text, format="svg", metadata=nothing | ({"Title": alt} if alt else {}), transparent=transparent)
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :].replace("'DejaVu Sans'", _FONT)
+    # Matplotlib names clip paths and markers by a hash of their corners, whose last bit varies between processes.
+    for number, name in enumerate(dict.fromkeys(re.findall(r'id="([mp][0-9a-f]{10})"', svg))):
+        svg = svg.replace(name, f"shape{number}")
     return "\n".join(line.strip() for line in svg.splitlines())
 
 

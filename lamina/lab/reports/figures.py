@@ -16,23 +16,9 @@ import numpy as np
 
 from ..results import series_of
 from ..statistics import shown
-from . import records, verdicts
+from . import drawings, records, verdicts
 from .claim_figures import draw_claims, draw_levels, title_of
-from .drawings import (  # fmt: skip
-    COLOURS,
-    DASHES,
-    INK,
-    MARKERS,
-    WIDTH,
-    Drawing,
-    Key,
-    Part,
-    drawing,
-    plain_number,
-    plain_ticks,
-    shortened,
-    wrapped,
-)
+from .drawings import COLOURS, DASHES, INK, MARKERS, WIDTH, Drawing, Key, Part, drawing, plain_ticks, shortened, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -152,17 +138,11 @@ def _points(run: Run, panel: Panel) -> Points | None:
         x, y = (np.array(run["extras"].get(key) or [], dtype=np.float64) for key in (panel.x, panel.y))
         place = x
     else:
-        series = run["series"].get(panel.y) or {"update": [], "value": []}
+        series, other = (run["series"].get(name) or {"update": [], "value": []} for name in (panel.y, panel.x))
         place, y = (np.array(series[key], dtype=np.float64) for key in ("update", "value"))  # None becomes NaN
-        x = place if panel.x == "update" else _at_updates(run, panel.x, series["update"])
+        known = dict(zip(other["update"], other["value"]))  # such as the epochs of updates
+        x = place if panel.x == "update" else np.array([known.get(u) for u in series["update"]], dtype=np.float64)
     return (place, x, y) if x.shape == y.shape and np.isfinite(x).any() else None
-
-
-def _at_updates(run: Run, name: str, updates: Sequence[int]) -> Array:
-    """Return another series of the run, such as its epochs, at these updates."""
-    series = run["series"].get(name) or {"update": [], "value": []}
-    known = dict(zip(series["update"], series["value"]))
-    return np.array([known.get(update) for update in updates], dtype=np.float64)
 
 
 def _aligned(runs: Sequence[Points]) -> tuple[Array, Array]:
@@ -227,8 +207,9 @@ def _paint(ax: Axes, panel: Panel, lines: Sequence[Line], limits: Limits, x_labe
         plain_ticks(ax.xaxis, *ax.get_xlim())
     else:
         whole = all(np.array_equal(x, np.round(x)) for line in lines for x in (line.x, *(x for x, _ in line.loose)))
-        ax.locator_params("x", nbins=6, integer=whole)  # no 2.5th epoch, no pixel 0.75 from the border
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plain_number(value)))
+        nbins = 6 if ax.get_xlim()[1] < 50_000 else 4  # long numbers must not touch
+        ax.locator_params("x", nbins=nbins, integer=whole)  # no 2.5th epoch, no pixel 0.75 from the border
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: drawings.plain_number(value)))
     _draw_vertical_axis(ax, panel, limits)
 
 
@@ -237,9 +218,8 @@ def _draw_vertical_axis(ax: Axes, panel: Panel, limits: Limits) -> None:
     if limits is not None:
         if panel.log:
             ax.set_yscale("log", nonpositive="mask")
-        ax.set_ylim(*limits)
-        if panel.log:
             plain_ticks(ax.yaxis, *limits)
+        ax.set_ylim(*limits)
     for label, value in panel.references.items():
         ax.axhline(value, color=INK, linewidth=1, linestyle=":")
         ax.annotate(label, (1, value), (-2, 2), ("axes fraction", "data"), "offset points", ha="right", fontsize=8.5)
@@ -306,16 +286,14 @@ def with_spread(values: Sequence[float]) -> str:
 def _table(panel: Panel, lines: Sequence[Line], limits: Limits, sheet: Sheet) -> Part:
     names = panel.y.split()
     head = ["", *(sheet.metric(name).label for name in names)]
-    rows = [[f"{line.label} ({line.note})", *(_cell(line, name, panel, sheet) for name in names)] for line in lines]
+    cells = [[_at_end(line.runs, name, panel, sheet) for name in names] for line in lines]
+    told = [[with_spread([panel.scale * value for value in values]) for values in row] for row in cells]
+    rows = [[f"{line.label} ({line.note})", *row] for line, row in zip(lines, told)]
     rows += [[label, *values] for label, values in panel.printed.items()]
     alt = shortened(f"{panel.title}. " + "; ".join(" ".join(row) for row in rows))
     html = table_html(panel.title, head, rows)
     height, width = 0.5 + 0.26 * (len(rows) + 1), max(WIDTH, sum(_column_widths(head, rows)))
     return Part(panel.title, alt, partial(_paint_table, head=head, rows=rows), height, width, html)
-
-
-def _cell(line: Line, name: str, panel: Panel, sheet: Sheet) -> str:
-    return with_spread([panel.scale * value for value in _at_end(line.runs, name, panel, sheet)])
 
 
 def _paint_table(ax: Axes, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -375,9 +353,8 @@ def _tiles(line: Line, panel: Panel) -> Iterator[_Tile]:
     found: Mapping[str, str] = next((run["artefacts"] for run in line.runs if run.get("artefacts")), {})
     names = [name for name in sorted(found) if fnmatch(name, panel.y) and found[name].startswith("data:image/")]
     for name in names:
-        yield _Tile(
-            line.label if len(names) == 1 else f"{line.label}, {Path(name).stem.replace('_', ' ')}", found[name]
-        )
+        more = f", {Path(name).stem.replace('_', ' ')}" if len(names) > 1 else ""
+        yield _Tile(line.label + more, found[name])
 
 
 def _placed(rows: list[list[_Tile]]) -> list[_Tile]:
@@ -396,17 +373,11 @@ def _paint_labels(ax: Axes, tiles: Sequence[_Tile]) -> None:
     ax.set_axis_off()
     ax.set(xlim=(0, 1), ylim=(0, 1))
     for tile in tiles:
-        ax.text(
-            tile.box[0], tile.box[1] + tile.box[3], wrapped(tile.label, int(60 * tile.box[2])), fontsize=8, va="bottom"
-        )
+        left, bottom, wide, high = tile.box
+        ax.text(left, bottom + high, wrapped(tile.label, int(60 * wide)), fontsize=8, va="bottom")
     if not tiles:
         ax.text(0.5, 0.5, "no pictures yet", ha="center")
 
 
-_PARTS: dict[str, Callable[..., Part]] = {
-    "curve": _curves,
-    "profile": _curves,
-    "bars": _bars,
-    "table": _table,
-    "gallery": _gallery,
-}
+_PARTS: dict[str, Callable[..., Part]]
+_PARTS = {"curve": _curves, "profile": _curves, "bars": _bars, "table": _table, "gallery": _gallery}

@@ -9,13 +9,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import InputError, fail
 from ..claims import DIRECTION, INCONCLUSIVE, NOT_REPRODUCED, REPRODUCED, WORDS, Speed, in_words
-from ..statistics import Interval, pooled, shown
+from ..statistics import Interval, pooled
 from . import figures, records, staleness, verdicts
 from .records import Record
 
@@ -105,12 +105,9 @@ class Report:
 
 
 def build(
-    paths: Sequence[str | os.PathLike[str]],
-    out: str | os.PathLike[str],
-    *,
-    markdown: str | os.PathLike[str] | None = None,
-    until: float | None = None,
-) -> Report:
+    paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str],
+    *, markdown: str | os.PathLike[str] | None = None, until: float | None = None,
+) -> Report:  # fmt: skip
     """Write ``report.html``, RESULTS.md, figures and records under ``out``; the same input gives the same bytes.
 
     Args:
@@ -154,10 +151,10 @@ def _place(record: Record) -> tuple[Any, ...]:
 
 
 def _save_figures(sections: Sequence[Section], folder: Path) -> tuple[Path, ...]:
-    drawings = [drawing for section in sections for drawing, _ in section.figures]
-    for drawing in drawings:
-        records.write(folder / f"{drawing.name}.svg", drawing.svg)
-    return tuple(folder / f"{drawing.name}.svg" for drawing in drawings)
+    drawn = {folder / f"{drawing.name}.svg": drawing.svg for section in sections for drawing, _ in section.figures}
+    for path, svg in drawn.items():
+        records.write(path, svg)
+    return tuple(drawn)
 
 
 # Which records
@@ -175,14 +172,11 @@ def gather(paths: Sequence[str | os.PathLike[str]], out: Path, notes: list[str])
     made = records.collect(folders, notes)
     for record in (*files, *found, *made):
         groups[records.name(record)].append(record)
-    kept = {name for name, group in groups.items() if group[0]["kind"] == "experiment" and _file(out, name).exists()}
+    there = {name: out / f"{name}.json" for name, group in groups.items() if group[0]["kind"] == "experiment"}
+    kept = {name for name, file in there.items() if file.exists()}
     for name in kept:
-        groups[name].insert(0, records.load(_file(out, name)))
+        groups[name].insert(0, records.load(there[name]))
     return [records.joined(group, notes) for _, group in sorted(groups.items())], kept | set(map(records.name, made))
-
-
-def _file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.json"
 
 
 def _records_below(root: Path, notes: list[str]) -> Iterator[Record]:
@@ -200,15 +194,12 @@ def _records_below(root: Path, notes: list[str]) -> Iterator[Record]:
 
 def _section(record: Record, notes: list[str]) -> Section:
     if record["kind"] != "experiment":
-        section = _other_section(record)
-        section.stale = list(staleness.marks(record))
-        return section
+        return _other_section(record)
     data = str(record["data"].get("label", record["data"]["name"]))
     section = Section(records.name(record), record["experiment"], _scale_or_machine(record), record["data"]["kind"])
     section.badge, section.data, section.claims = records.badge(record), data, record["claims"]
     section.notes, section.stale = list(record.get("notes", [])), list(staleness.marks(record))
-    section.took, section.commands = _took(record), records.commands(record)
-    section.provenance = _provenance(record)
+    section.took, section.commands, section.provenance = _took(record), records.commands(record), _provenance(record)
     sheet = verdicts.find_sheet(record["experiment"])
     if sheet is None:
         notes.append(f"{section.name}: this version knows no experiment {record['experiment']!r}; its summary is shown")
@@ -220,18 +211,14 @@ def _section(record: Record, notes: list[str]) -> Section:
 
 def _scale_or_machine(record: Record) -> str:
     """Return how large the runs are, or where they ran: what tells records of one experiment and data set apart."""
-    scale = record["scale"]
-    return (
-        f"{scale} scale" if scale else " and ".join(dict.fromkeys(map(records.machine, records.environments(record))))
-    )
+    return f"{record['scale']} scale" if record["scale"] else records.machines(record)
 
 
 def _took(record: Record) -> str:
     shares = [((run.get("seconds") or 0.0), run.get("side_by_side") or 1) for run in record["runs"]]
     seconds = max([sum(took / beside for took, beside in shares), *(took for took, _ in shares)])
-    machines = " and ".join(dict.fromkeys(map(records.machine, records.environments(record))))
     minutes = f"{seconds / 60:,.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-    return f"{minutes} of training on {machines}"
+    return f"{minutes} of training on {records.machines(record)}"
 
 
 def _fill_from_sheet(section: Section, record: Record, sheet: Sheet) -> None:
@@ -257,36 +244,29 @@ def _caption(figure: Figure) -> str:
 
 
 def _reading_notes(record: Record, sheet: Sheet) -> list[str]:
-    notes = []
-    unfinished = sum(not run["finished"] for run in record["runs"])
-    if unfinished:
-        notes.append(
-            f"Unfinished runs ({unfinished}) are drawn as far as they go, as thin lines that end in a cross; "
-            "they count in no number and no verdict."
-        )
-    mixed = verdicts.mixed_settings(record, sheet)
-    if mixed:
-        notes.append(
-            f"Runs of one variant differ in {', '.join(mixed)}: the table keeps them apart, and claims that would pool "
-            "them are inconclusive."
-        )
-    if not any(number.paper for number in sheet.numbers):
-        notes.append("The paper prints no numbers for this experiment: it shows curves or states the outcome in words.")
-    return notes
+    unfinished, mixed = sum(not run["finished"] for run in record["runs"]), verdicts.mixed_settings(record, sheet)
+    cut = (
+        f"Unfinished runs ({unfinished}) are drawn as far as they go, as thin lines that end in a cross; "
+        "they count in no number and no verdict."
+    )
+    apart = (
+        f"Runs of one variant differ in {', '.join(mixed)}: the table keeps them apart, and claims that would pool "
+        "them are inconclusive."
+    )
+    none = "The paper prints no numbers for this experiment: it shows curves or states the outcome in words."
+    printed = any(number.paper for number in sheet.numbers)
+    return [text for holds, text in ((unfinished, cut), (mixed, apart), (not printed, none)) if holds]
 
 
 def _number_table(record: Record, sheet: Sheet) -> Table:
-    columns = ["Variant"]
+    columns, rows = ["Variant"], []
     for number in sheet.numbers:
         columns += [number.label, *(["In the paper"] if number.paper else [])]
-    rows = []
     for settings, runs in verdicts.variants(record, sheet):
-        label = verdicts.label(sheet, settings)
-        row = [label]
+        rows.append([label := verdicts.label(sheet, settings)])
         for number in sheet.numbers:
-            row.append(shown_sample(number, verdicts.summarise(number, runs, settings, sheet)))
-            row += [number.paper.get(label, "not printed")] if number.paper else []
-        rows.append(row)
+            rows[-1].append(shown_sample(number, verdicts.summarise(number, runs, settings, sheet)))
+            rows[-1] += [number.paper.get(label, "not printed")] if number.paper else []
     return Table("Mean ± standard deviation over seeds (number of seeds)", columns, rows)
 
 
@@ -297,17 +277,10 @@ def shown_sample(number: Number, summary: Mapping[str, Any]) -> str:
     if not n:
         return "no finished run"
     if len(values) == n:
-        return f"{_mean_and_spread(values)} ({n})"
+        return f"{figures.with_spread(values)} ({n})"
     never = "not reached" if number.target is not None else "not finite"
-    rest = f"; others {_mean_and_spread(values)}" if values else ""
+    rest = f"; others {figures.with_spread(values)}" if values else ""
     return f"{never} in {n - len(values)} of {n}{rest}"
-
-
-def _mean_and_spread(values: Sequence[float]) -> str:
-    """Return mean and standard deviation, with two significant digits of the latter."""
-    spread = stdev(values) if len(values) > 1 else 0.0
-    mean = shown(fmean(values), spread)
-    return mean if len(values) == 1 else f"{mean} ± {shown(spread, spread)}"
 
 
 def _pair_table(record: Record, sheet: Sheet) -> Table:
@@ -333,11 +306,9 @@ def _shown_effect(measure: Any, effect: float) -> str:
 
 def _value_table(record: Record, sheet: Sheet) -> Table:
     rows = []
-    for settings, runs in verdicts.variants(record, sheet):
-        for number in sheet.numbers:
-            values = verdicts.summarise(number, runs, settings, sheet)["values"]
-            told = ", ".join("none" if value is None else f"{value * number.scale:.6g}" for value in values)
-            rows.append([verdicts.label(sheet, settings), number.label, told or "no finished run"])
+    for told, number in zip(record["summary"], cycle(sheet.numbers)):
+        values = ("none" if value is None else f"{value * number.scale:.6g}" for value in told["values"])
+        rows.append([verdicts.label(sheet, told["variant"]), number.label, ", ".join(values) or "no finished run"])
     return Table("Each seed's value", ["Variant", "Number", "Values by seed"], rows)
 
 
@@ -427,9 +398,9 @@ def _folders(jobs: Sequence[Job], settings: Mapping[str, Any]) -> str:
 
 def _other_section(record: Record) -> Section:
     if record["kind"] == "tuning" and verdicts.find_sheet(record["experiment"]) is not None:
-        return _tuning_section(record)
+        record = _with_tuning_table(record)
     section = Section(records.name(record), str(record.get("title", records.name(record).replace("-", " "))))
-    section.commands = records.commands(record)
+    section.commands, section.stale = records.commands(record), list(staleness.marks(record))
     section.about = f"A record of kind “{record['kind']}”."
     if isinstance(record.get("environment"), dict):
         section.provenance, section.took = list(_machine(record["environment"])), records.machine(record["environment"])
@@ -448,15 +419,13 @@ def _other_section(record: Record) -> Section:
     return section
 
 
-def _tuning_section(record: Record) -> Section:
+def _with_tuning_table(record: Record) -> Record:
     from .tuning import table
 
-    section = Section(records.name(record), f"Step sizes: {record['experiment']} on {record['data']['label']}")
-    section.about = "What was tried before the runs above, on validation cases only."
-    section.tables = [Table(*table(record))]
-    section.provenance, section.took = list(_machine(record["environment"])), records.machine(record["environment"])
-    section.commands = records.commands(record)
-    return section
+    title = f"Step sizes: {record['experiment']} on {record['data']['label']}"
+    about = "What was tried before the runs above, on validation cases only."
+    shown = dict(zip(("caption", "columns", "rows"), table(record)))
+    return {**record, "title": title, "about": about, "tables": [shown]}
 
 
 def _tables_of(rows: Sequence[Mapping[str, Any]], caption: str) -> list[Table]:

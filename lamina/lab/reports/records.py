@@ -14,18 +14,18 @@ import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import fail
-from ..results import BOOKKEEPING
+from ..results import settings_of
 from ..runs.environment import environment as environment  # for those who make records
 from .drawings import read_pictures
 from .verdicts import Record as Record
-from .verdicts import find_sheet, judged, label
+from .verdicts import find_sheet, judged, label, variant_of
 from .verdicts import rounded as rounded
 
+Runs = Sequence[tuple[dict[str, Any], str]]  # each with the place that it was found at
 SCHEMA = 2
 BADGES = {"real": "REAL DATA", "embedded": "EMBEDDED STAND-IN"}
 _BESIDES = ("kind", "seed", "step")  # of a line, what is no series
@@ -35,27 +35,18 @@ _FINGERPRINT = ("lamina", "commit", "dirty", "versions", "machine")
 # Reading run folders
 
 
-@dataclass(frozen=True)
-class _Folder:
-    """One run folder that could be read."""
-
-    shown: str
-    header: Mapping[str, Any]
-    runs: list[dict[str, Any]]
-
-
 def collect(folders: Iterable[str | os.PathLike[str]], notes: list[str] | None = None) -> list[Record]:
     """Return records of all runs under ``folders``, one for each experiment, data set, kind of data and scale.
 
     What was left out, cut short or found twice is appended to ``notes``, or printed to stderr without it.
     """
     said: list[str] = [] if notes is None else notes
-    groups: dict[tuple[str, ...], list[_Folder]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[tuple[Record, Runs]]] = defaultdict(list)
     for folder, shown in _run_folders(folders):
-        read = _read_folder(folder, shown, said)
-        if read is not None:
-            data = read.header["data"]
-            groups[read.header["experiment"], data["name"], data["kind"], read.header.get("scale", "")].append(read)
+        header, runs = _read_folder(folder, shown, said)
+        if header:
+            key = header["experiment"], header["data"]["name"], header["data"]["kind"], header.get("scale", "")
+            groups[key].append((header, [(run, shown) for run in runs]))
     records = [record for _, group in sorted(groups.items()) if (record := _record(group, said))["runs"]]
     if notes is None:
         print(*said, sep="\n", end="\n" if said else "", file=sys.stderr)
@@ -84,28 +75,26 @@ def shown_under(root: Path, path: Path) -> str:
     return (Path(root.name) / path.relative_to(root)).as_posix()
 
 
-def _read_folder(folder: Path, shown: str, notes: list[str]) -> _Folder | None:
+def _read_folder(folder: Path, shown: str, notes: list[str]) -> tuple[Record, list[dict[str, Any]]]:
+    """Return the run's header and a row for each seed; nothing, and a note, where they cannot be read."""
     try:
         header = _read_header(folder)
         lines = _read_metrics(folder, shown, notes)
         summary = _read_optional(folder / "summary.json", shown, notes)
         extras = _read_optional(folder / "extras.json", shown, notes)
-        pictures = read_pictures(folder / "artefacts")
-        shown_too = {"artefacts": pictures} if pictures else {}
-        runs = [_run(header, seed, lines, summary, extras) | shown_too for seed in header["seeds"]]
+        shown_too = {"artefacts": pictures} if (pictures := read_pictures(folder / "artefacts")) else {}
+        return header, [_run(header, seed, lines, summary, extras) | shown_too for seed in header["seeds"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"no {error} in its files" if isinstance(error, KeyError) else str(error) or type(error).__name__
         notes.append(f"{shown}: left out, {reason}")
-        return None
-    return _Folder(shown, header, runs)
+        return {}, []
 
 
 def _read_header(folder: Path) -> dict[str, Any]:
     header = _parse((folder / "config.json").read_text(encoding="utf-8"), "config.json")
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         raise ValueError(f"config.json is not the header of a run with schema {SCHEMA}: train it anew")
-    wanted = {"experiment": str, "config": dict, "seeds": list, "data": dict}
-    for key, kind in wanted.items():
+    for key, kind in {"experiment": str, "config": dict, "seeds": list, "data": dict}.items():
         if not isinstance(header[key], kind):
             raise ValueError(f"config.json: {key} must be a {kind.__name__}")
     for key in ("name", "kind"):
@@ -152,27 +141,19 @@ def _read_optional(path: Path, shown: str, notes: list[str]) -> dict[str, Any]:
 
 
 def _run(
-    header: Mapping[str, Any],
-    seed: int,
-    lines: Sequence[Mapping[str, Any]],
-    summary: Mapping[str, Any],
-    extras: Mapping[str, Any],
+    header: Record, seed: int, lines: Sequence[Mapping[str, Any]], summary: Record, extras: Record
 ) -> dict[str, Any]:
     own = [line for line in lines if line.get("seed", seed) == seed]
     last = own[-1] if own else {}
+    seconds = rounded(summary.get("seconds", last.get("seconds", 0.0)))
+    beside = summary.get("side_by_side", len(header["seeds"]))
     return {
-        "config": dict(header["config"]),
-        "seed": seed,
-        "finished": summary.get("finished") is True,
-        "steps": summary.get("steps", last.get("step", 0)),
-        "seconds": rounded(summary.get("seconds", last.get("seconds", 0.0))),
-        "side_by_side": summary.get("side_by_side", len(header["seeds"])),
-        "engine": summary.get("engine"),
-        "series": _series([line for line in own if line.get("kind") == "eval"]),
-        "extras": rounded(extras.get(str(seed), {})),
-        "environment": header.get("environment", {}),
+        "config": dict(header["config"]), "seed": seed, "finished": summary.get("finished") is True,
+        "steps": summary.get("steps", last.get("step", 0)), "seconds": seconds, "side_by_side": beside,
+        "engine": summary.get("engine"), "series": _series([line for line in own if line.get("kind") == "eval"]),
+        "extras": rounded(extras.get(str(seed), {})), "environment": header.get("environment", {}),
         "command": shown_command(header.get("command") or ""),
-    }
+    }  # fmt: skip
 
 
 def _series(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:
@@ -199,20 +180,13 @@ def shown_command(command: str) -> str:
 # Making records
 
 
-def _record(group: Sequence[_Folder], notes: list[str]) -> Record:
-    first = group[0].header
-    data = [folder.header["data"] for folder in group]
+def _record(group: Sequence[tuple[Record, Runs]], notes: list[str]) -> Record:
+    first, data = group[0][0], [header["data"] for header, _ in group]
     differ = [key for key in ("sizes", "sha256", "label") if any(d.get(key) != data[0].get(key) for d in data)]
-    record: Record = {
-        "schema": SCHEMA,
-        "kind": "experiment",
-        "experiment": first["experiment"],
-        "scale": first.get("scale", ""),
-        "data": data[0],
-        "runs": _without_doubles([(run, folder.shown) for folder in group for run in folder.runs], notes),
-        "notes": [f"The runs did not all read the same data: {', '.join(differ)} differ."] if differ else [],
-    }
-    return judged(record)
+    runs = _without_doubles([run for _, runs in group for run in runs], notes)
+    said = [f"The runs did not all read the same data: {', '.join(differ)} differ."] if differ else []
+    own = {"experiment": first["experiment"], "scale": first.get("scale", ""), "data": data[0]}
+    return judged({"schema": SCHEMA, "kind": "experiment", **own, "runs": runs, "notes": said})
 
 
 def joined(group: Sequence[Record], notes: list[str]) -> Record:
@@ -247,29 +221,21 @@ def _check_same_sample(record: Record, added: Record) -> None:
         return
     known: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run in record["runs"]:
-        known[_variant(run, sheet.vary)].append(_settings(run))
+        known[variant_of(run, sheet)].append(settings_of(run))
     for run in added["runs"]:
-        there, own = known[_variant(run, sheet.vary)], _settings(run)
+        there, own = known[variant_of(run, sheet)], settings_of(run)
         if there and own not in there:
             other = [key for key in {**own, **there[0]} if own.get(key) != there[0].get(key)]
             told = ", ".join(f"{key} {own.get(key)} in place of {there[0].get(key)}" for key in other)
             raise fail(f"{rule} settings", f"{told} for {label(sheet, {k: own.get(k) for k in sheet.vary})}", remedy)
 
 
-def _variant(run: Mapping[str, Any], vary: Sequence[str]) -> str:
-    return json.dumps([run["config"].get(key) for key in vary])
-
-
-def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in run["config"].items() if key not in BOOKKEEPING}
-
-
-def _without_doubles(runs: Sequence[tuple[dict[str, Any], str]], notes: list[str]) -> list[dict[str, Any]]:
+def _without_doubles(runs: Runs, notes: list[str]) -> list[dict[str, Any]]:
     """Return one run for each setting and seed: the finished one, else the longer. Damaged runs are left out."""
     kept: dict[str, tuple[dict[str, Any], str]] = {}
     lost: dict[tuple[str, str], list[str]] = defaultdict(list)
     for run, shown in _undamaged(runs, notes):
-        key = json.dumps([_settings(run), run["seed"]], sort_keys=True)
+        key = json.dumps([settings_of(run), run["seed"]], sort_keys=True)
         other, place = kept.setdefault(key, (run, shown))
         if run != other:
             better = (run["finished"], run["steps"]) > (other["finished"], other["steps"])
@@ -281,10 +247,10 @@ def _without_doubles(runs: Sequence[tuple[dict[str, Any], str]], notes: list[str
     return [run for run, _ in kept.values()]
 
 
-def _undamaged(runs: Iterable[tuple[dict[str, Any], str]], notes: list[str]) -> Iterator[tuple[dict[str, Any], str]]:
+def _undamaged(runs: Runs, notes: list[str]) -> Iterator[tuple[dict[str, Any], str]]:
     """Leave out finished runs whose last evaluation is not their last update: part of their metrics is lost."""
     for run, shown in runs:
-        last = last_update(run)
+        last = max((one["update"][-1] for one in run["series"].values() if one["update"]), default=0)
         if run["finished"] and run.get("steps", last) != last:
             notes.append(
                 f"{shown}: seed {run['seed']} is damaged and left out. It finished at update {run['steps']:,}, but its "
@@ -292,11 +258,6 @@ def _undamaged(runs: Iterable[tuple[dict[str, Any], str]], notes: list[str]) -> 
             )
         else:
             yield run, shown
-
-
-def last_update(run: Mapping[str, Any]) -> int:
-    """Return the update of a run's last evaluation; 0 where it has none."""
-    return max((one["update"][-1] for one in run["series"].values() if one["update"]), default=0)
 
 
 def cut(record: Record, until: float) -> Record:
@@ -314,15 +275,13 @@ def _cut_run(run: Mapping[str, Any], until: float) -> dict[str, Any]:
     epochs = run["series"].get("epoch", {"update": [], "value": []})
     inside = [u for u, e in zip(epochs["update"], epochs["value"]) if e <= until + 1e-3]  # the first update past it
     end = max(inside, default=0)
-    series = {key: _before(one, end) for key, one in run["series"].items()}
+    series = {}
+    for key, one in run["series"].items():
+        count = sum(update <= end for update in one["update"])
+        series[key] = {name: values[:count] for name, values in one.items()}
     reached = run["finished"] or any(epoch >= until for epoch in epochs["value"])
     seconds = {"seconds": series["seconds"]["value"][-1]} if inside and "seconds" in series else {}
     return {**run, **seconds, "steps": end or run["steps"], "series": series, "finished": reached}
-
-
-def _before(one: Mapping[str, list[Any]], end: int) -> dict[str, list[Any]]:
-    count = sum(update <= end for update in one["update"])
-    return {key: values[:count] for key, values in one.items()}
 
 
 # What a record says of itself
@@ -358,6 +317,11 @@ def commands(record: Record) -> list[str]:
     """Return the commands that made a record's rows, or another record."""
     every = [run.get("command") for run in record["runs"]] if "runs" in record else record.get("commands", [])
     return [command for command in dict.fromkeys(every or [record.get("command")]) if command]
+
+
+def machines(record: Record) -> str:
+    """Return the machines of a record's rows."""
+    return " and ".join(dict.fromkeys(map(machine, environments(record))))
 
 
 def machine(env: Mapping[str, Any]) -> str:
@@ -419,9 +383,8 @@ def load(path: str | os.PathLike[str], command: str = "lamina report") -> Record
     except (OSError, ValueError) as error:
         raise fail("a record must be a readable JSON file", f"{shown}: {error}", remedy) from error
     if not isinstance(record, dict) or record.get("schema") != SCHEMA or not isinstance(record.get("kind"), str):
-        found = (
-            {key: record.get(key) for key in ("schema", "kind")} if isinstance(record, dict) else type(record).__name__
-        )
+        whole = isinstance(record, dict)
+        found = {key: record.get(key) for key in ("schema", "kind")} if whole else type(record).__name__
         raise fail(f"a record must have schema {SCHEMA} and a kind", f"{shown}: {found}", remedy)
     if record["kind"] == "experiment":
         _check_experiment(record, shown, remedy)

@@ -16,11 +16,10 @@ from typing import Any
 from ...errors import fail
 from ..experiment import Config, Sheet
 from ..experiments import find
-from ..results import BOOKKEEPING, Metric, series_of
+from ..results import BOOKKEEPING, Metric, Run, series_of
 from . import records
 from .verdicts import label
 
-Run = Mapping[str, Any]
 NOT_SEARCHED = ("epochs", "updates", *BOOKKEEPING)  # how long and how often, not what
 
 
@@ -31,9 +30,8 @@ def choose(paths: Iterable[str | os.PathLike[str]], scale: str = "") -> list[dic
     """
     found = [record for record in records.collect(paths) if record.get("kind") == "experiment"]
     if not found:
-        raise fail(
-            "tuning reads run folders", f"none under {', '.join(map(str, paths))}", "lamina run NAME --lr A,B first."
-        )
+        received = f"none under {', '.join(map(str, paths))}"
+        raise fail("tuning reads run folders", received, "lamina run NAME --lr A,B first.")
     return [_tuned(record, scale) for record in found]
 
 
@@ -56,8 +54,8 @@ def _searched(runs: Iterable[Run], sheet: Sheet) -> list[str]:
     return [n for n in names if len({c[n] for c in configs}) > 1] or ["lr"]
 
 
-def _groups(runs: Iterable[Run], names: list[str]) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+def _groups(runs: Iterable[Run], names: list[str]) -> list[tuple[dict[str, Any], list[Run]]]:
+    groups: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
         groups.setdefault(tuple(run["config"][n] for n in names), []).append(run)
     return [(dict(zip(names, key)), members) for key, members in sorted(groups.items(), key=lambda item: str(item[0]))]
@@ -118,11 +116,8 @@ def table(record: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
         value = "diverged" if row["mean"] is None else f"{row['mean']:.4f}" + (" ← chosen" if chosen else "")
         cells.setdefault(label(sheet, row["variant"]), {})[_shown_setting(row["setting"])] = value
     caption = f"{record['metric']} in a short run, {record['data']['label']}; the same grid for every variant"
-    return (
-        caption,
-        ["Variant", *columns],
-        [[name, *(found.get(c, "-") for c in columns)] for name, found in cells.items()],
-    )
+    rows = [[name, *(found.get(c, "-") for c in columns)] for name, found in cells.items()]
+    return caption, ["Variant", *columns], rows
 
 
 def _shown_setting(setting: Mapping[str, Any]) -> str:

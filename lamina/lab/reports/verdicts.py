@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import not_installed
 from ..claims import INCONCLUSIVE, Verdict, judge
-from ..results import BOOKKEEPING, Results
-from ..statistics import crossing
+from ..results import Results, settings_of
 
 if TYPE_CHECKING:
     from ..claims import Claim
@@ -48,13 +47,16 @@ def variants(record: Record, sheet: Sheet) -> list[tuple[dict[str, Any], list[di
 
 def mixed_settings(record: Record, sheet: Sheet) -> list[str]:
     """Return settings beyond ``sheet.vary`` in which runs of one variant differ."""
-    values: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    values: dict[tuple[str, str], set[str]] = defaultdict(set)
     for run in record["runs"]:
-        variant = json.dumps([run["config"].get(key) for key in sheet.vary])
-        for key, value in run["config"].items():
-            if key not in sheet.vary and key not in BOOKKEEPING:
-                values[key][variant].add(json.dumps(value))
-    return sorted(key for key, found in values.items() if any(len(each) > 1 for each in found.values()))
+        for key, value in settings_of(run).items():
+            values[variant_of(run, sheet), key].add(json.dumps(value))
+    return sorted({key for (_, key), found in values.items() if len(found) > 1 and key not in sheet.vary})
+
+
+def variant_of(run: Mapping[str, Any], sheet: Sheet) -> str:
+    """Return the settings that tell the run's variant apart, as a key."""
+    return json.dumps([run["config"].get(key) for key in sheet.vary])
 
 
 def _rank(order: Sequence[Any], value: Any) -> tuple[int, float, str]:
@@ -78,7 +80,7 @@ def _in_words(sheet: Sheet, key: str, value: Any) -> str:
 
 def results(runs: Sequence[Mapping[str, Any]]) -> Results:
     """Return the finished runs: the last value of a run that was cut short is not what the run was for."""
-    return Results([run for run in runs if run["finished"]])
+    return Results(run for run in runs if run["finished"])
 
 
 def judged(record: Record) -> Record:
@@ -102,9 +104,9 @@ def summarise(
     """Return mean and spread over seeds; None among the values stands for "never" or "not finite"."""
     done, metric, target = results(runs), sheet.metric(number.metric), number.target
     if target is not None:
-        found = {seed: crossing(one, target, metric.higher) for seed, one in done.series(metric).items()}
+        found = done.crossings(metric, target)
     else:
-        found = dict((done.best if number.at == "best" else done.final)(metric))
+        found = (done.best if number.at == "best" else done.final)(metric)
     values = [rounded(value) for value in found.values()]
     finite = [value for value in values if value is not None]
     return {
@@ -132,21 +134,13 @@ def _told(claim: Claim, verdict: Verdict) -> dict[str, Any]:
     """Return what a record keeps of a verdict: six digits, infinities as they are."""
     said = {key: getattr(claim, key) for key in ("name", "text", "paper", "claimed", "doubt")}
     found = {**dataclasses.asdict(verdict), "indicative": verdict.indicative}
-    return {**said, **{key: _six_digits(value) for key, value in found.items()}}
+    return {**said, **rounded(found, infinite=True)}
 
 
-def _six_digits(value: Any) -> Any:
+def rounded(value: Any, infinite: bool = False) -> Any:
+    """Return floats to six digits, more than seeds agree on; not finite becomes None, or stays (``infinite``)."""
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return float(f"{value:.6g}") if infinite or math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _six_digits(item) for key, item in value.items()}
-    return [_six_digits(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def rounded(value: Any) -> Any:
-    """Return floats to six significant digits, which is more than seeds agree on; not finite becomes None."""
-    if isinstance(value, float):
-        return _six_digits(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: rounded(item) for key, item in value.items()}
-    return [rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: rounded(item, infinite) for key, item in value.items()}
+    return [rounded(item, infinite) for item in value] if isinstance(value, (list, tuple)) else value

@@ -43,9 +43,6 @@ class Checkpoint:
     best: float | None = None  # the value that made this checkpoint the best so far
 
 
-# Files that reach the disk
-
-
 @contextmanager
 def disk_errors(what: object) -> Iterator[None]:
     """Turn a write that failed into a ``RunError`` with the remedy."""
@@ -123,9 +120,6 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# Tensors and everything else as bytes
-
-
 def _on_host(name: str, tensor: object) -> torch.Tensor:
     """Return a contiguous copy on the CPU: safetensors refuses tied and strided tensors."""
     import torch
@@ -147,10 +141,8 @@ def _dumped(name: str, value: Mapping[str, Any]) -> bytes:
         _loaded(buffer.getvalue())
     except (pickle.PickleError, AttributeError, TypeError) as error:
         classes = re.findall(r"GLOBAL (\S+)", str(error)) or [str(error).split("\n")[0]]
-        received = f"{classes[0]} in {name}"
-        raise fail(
-            "a checkpoint holds numbers, text, lists, dicts and tensors", received, "Convert it first."
-        ) from None
+        rule = "a checkpoint holds numbers, text, lists, dicts and tensors"
+        raise fail(rule, f"{classes[0]} in {name}", "Convert it first.") from None
     return buffer.getvalue()
 
 
@@ -214,11 +206,9 @@ def tidy(home: Path) -> None:
     """Clear what an interrupted write left; restore a checkpoint whose replacement never came."""
     for path in home.glob(".old-*"):
         target = path.with_name(path.name.removeprefix(".old-"))
-        if target.exists():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
+        if not target.exists():
             os.rename(path, target)
-    for path in home.glob(".tmp-*"):
+    for path in (*home.glob(".old-*"), *home.glob(".tmp-*")):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -240,10 +230,7 @@ def read(path: Path) -> Checkpoint:
     from safetensors.torch import load
 
     step, files = _read_files(path)
-    state = _loaded(files[STATE])
-    return Checkpoint(
-        step, load(files[WEIGHTS]), _loaded(files[OPTIMIZER]), state["state"], state["metrics_bytes"], state["best"]
-    )
+    return Checkpoint(step, load(files[WEIGHTS]), _loaded(files[OPTIMIZER]), **_loaded(files[STATE]))
 
 
 def _read_files(path: Path) -> tuple[int, dict[str, bytes]]:

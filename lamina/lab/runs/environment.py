@@ -23,7 +23,7 @@ def environment() -> dict[str, Any]:
     """Return versions, commit and machine for a run's header; no host, user or path."""
     from ... import __version__
 
-    told = os.environ.get(COMMIT_VARIABLE)
+    told, system = os.environ.get(COMMIT_VARIABLE), f"{platform.system()} {platform.machine()}"
     tracked = None if told else _git("ls-files", "--error-unmatch", "__init__.py")
     commit = _git("rev-parse", "HEAD") if tracked else told
     return {
@@ -31,7 +31,7 @@ def environment() -> dict[str, Any]:
         "commit": commit,
         "dirty": bool(_git("status", "--porcelain", "--", ".")) if tracked else None,
         "versions": _versions(),
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "gpu": _gpu(), "system": _system()},
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "gpu": _gpu(), "system": system},
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -96,16 +96,11 @@ def _versions() -> dict[str, str]:
 
 def _cpu() -> str:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        if found := re.search(r"^model name.*?:(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE):
+            return found[1].strip()
     return platform.processor() or platform.machine()
 
 
 def _gpu() -> str | None:
     torch = sys.modules.get("torch")  # a run has imported it; nothing here is worth the seconds that takes
     return str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_available() else None
-
-
-def _system() -> str:
-    return f"{platform.system()} {platform.machine()}"

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from ...errors import InputError, fail
 from . import checkpoints
@@ -41,9 +41,6 @@ def make_folder(path: Path) -> None:
             raise not_writable(path, error) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise not_writable(path, PermissionError(0, "no right to write"))
-
-
-# Metrics and events
 
 
 class Metrics:
@@ -83,22 +80,18 @@ class Metrics:
             os.fsync(self._file)
         return self.size()
 
-    def cut(self, size: int) -> None:
-        os.truncate(self.path, size)
-
     def read(self) -> list[dict[str, Any]]:
         if not self.size():
             return []
-        raw = self.path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was never finished
-        lines = [parsed(line) for line in raw]
+        # what follows the last newline was never finished
+        lines = [parsed(line) for line in self.path.read_bytes().split(b"\n")[:-1]]
         if lines and lines[-1] is None:
             lines.pop()
-        whole = [line for line in lines if line is not None]
-        if len(whole) < len(lines):
+        if None in lines:
             received = f"{self.path} with line {lines.index(None) + 1} damaged"
             remedy = "Restore it from a copy, or remove that line."
             raise fail(f"{self.path.name} must be as the run wrote it", received, remedy)
-        return whole
+        return [line for line in lines if line is not None]
 
     def close(self) -> None:
         if self._file is not None:
@@ -106,7 +99,7 @@ class Metrics:
         self._file = None
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
+def parsed(line: bytes | str) -> dict[str, Any] | None:
     """Return the JSON object in a line; None where there is none."""
     try:
         found = json.loads(line)
@@ -126,23 +119,22 @@ class Events:
         self._given_up = False
 
     def add(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        if self._writer is None and not self._given_up:
-            self._attempt(self._open)
-        for line in lines:
-            if self._writer is not None:
-                self._attempt(partial(self._add_line, line))
+        if not self._given_up:
+            self._attempt(partial(self._add, lines))
 
-    def _open(self) -> None:
+    def _add(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        self._writer = self._writer or self._opened()
+        for line in lines:
+            for key, value in line.items():
+                if key not in NO_SCALARS and isinstance(value, (int, float)):
+                    self._writer.add_scalar(key, value, line.get("step"))
+
+    def _opened(self) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its imports warn about each other
             from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self.path), purge_step=self.purge_step, flush_secs=30)
-
-    def _add_line(self, line: Mapping[str, Any]) -> None:
-        for key, value in line.items():
-            if key not in NO_SCALARS and isinstance(value, (int, float)):
-                self._writer.add_scalar(key, value, line.get("step"))
+        return SummaryWriter(str(self.path), purge_step=self.purge_step, flush_secs=30)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
@@ -161,46 +153,37 @@ class Events:
         self._writer = None
 
 
-# The lock
+def lock(path: Path) -> BaseFileLock:
+    """Return a lock, held, that the system releases with the process, however that ends. Its file says who holds it."""
+    # A lock file without flock, the fallback of filelock, would outlive a killed run.
+    held = FileLock(path, thread_local=False, fallback_to_soft=False)
+    try:
+        held.acquire(timeout=PATIENCE, poll_interval=0.02)
+    except Timeout:
+        received, remedy = f"{path.parent}, held by {_holder(path)}", "Wait for it to end, or choose another folder."
+        raise fail("a run folder takes one process at a time", received, remedy) from None
+    except OSError as error:
+        raise not_writable(path.parent, error) from error
+    try:
+        with disk_errors(path):
+            path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+    except BaseException:
+        held.release()
+        raise
+    return held
 
 
-class Lock:
-    """A lock that the system releases with the process, however that ends. The file says who holds it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        # A lock file without flock, the fallback of filelock, would outlive a killed run.
-        self._lock = FileLock(path, thread_local=False, fallback_to_soft=False)
-        try:
-            self._lock.acquire(timeout=PATIENCE, poll_interval=0.02)
-        except Timeout:
-            received = f"{path.parent}, held by {_holder(path)}"
-            remedy = "Wait for it to end, or choose another folder."
-            raise fail("a run folder takes one process at a time", received, remedy) from None
-        except OSError as error:
-            raise not_writable(path.parent, error) from error
-        try:
-            with disk_errors(path):
-                path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-        except BaseException:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        self._lock.release()
-
-
-def _holder(lock: Path) -> str:
-    who = parsed(lock.read_bytes()) or {}
+def _holder(path: Path) -> str:
+    who = parsed(path.read_bytes()) or {}
     return f"process {who['pid']} on {who['host']}" if {"pid", "host"} <= set(who) else "another process"
 
 
-def is_held(lock: Path) -> bool | None:
+def is_held(path: Path) -> bool | None:
     """Return whether a process holds the lock; None where the system does not say."""
     try:
-        if not lock.exists():
+        if not path.exists():
             return False
-        FileLock(lock, fallback_to_soft=False).acquire(timeout=PATIENCE / 4, poll_interval=0.02).lock.release()
+        FileLock(path, fallback_to_soft=False).acquire(timeout=PATIENCE / 4, poll_interval=0.02).lock.release()
     except Timeout:
         return True
     except OSError:

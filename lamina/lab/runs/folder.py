@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import fail
 from . import checkpoints
 from .checkpoints import Checkpoint, Damaged, damaged_json, disk_errors, plain, read_json
-from .files import Events, Lock, Metrics, is_held, make_folder, not_writable, parsed
+from .files import Events, Metrics, is_held, lock, make_folder, not_writable, parsed
 
 if TYPE_CHECKING:  # torch takes seconds to import, and ``status`` needs none of it
     import torch
+    from filelock import BaseFileLock
 
 __all__ = ["Checkpoint", "RunFolder", "status"]
 
@@ -35,10 +36,10 @@ class RunFolder:
     ``notes`` collects what the user should hear of (a damaged checkpoint, no TensorBoard); the caller prints them.
     """
 
-    def __init__(self, path: Path, lock: Lock) -> None:
+    def __init__(self, path: Path, held: BaseFileLock) -> None:
         self.path = path
         self.notes: list[str] = []
-        self._lock = lock
+        self._lock = held
         self._owner = os.getpid()
         self._home = path / CHECKPOINTS
         self._metrics = Metrics(path / METRICS)
@@ -50,7 +51,7 @@ class RunFolder:
         """Make the folder if need be and lock it; refuse while another process (or this one) holds it."""
         place = Path(path)
         make_folder(place)
-        folder = cls(place, Lock(place / LOCK))
+        folder = cls(place, lock(place / LOCK))
         try:
             for left_over in place.glob(".tmp-*"):
                 left_over.unlink(missing_ok=True)
@@ -78,8 +79,6 @@ class RunFolder:
         """Folder of pictures and samples, made on first use."""
         make_folder(self.path / ARTEFACTS)
         return self.path / ARTEFACTS
-
-    # The header
 
     @property
     def header(self) -> dict[str, Any] | None:
@@ -129,8 +128,6 @@ class RunFolder:
                 path.rename(old / path.name)
             checkpoints.sync_folder(self.path)
 
-    # Metrics and small files
-
     def log(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Append lines to ``metrics.jsonl``, and to TensorBoard's events."""
         rows = [plain(line) for line in lines]
@@ -151,16 +148,10 @@ class RunFolder:
         """Return what ``write_json`` wrote, or None."""
         return read_json(self.path / name)
 
-    # Checkpoints
-
     def save(
-        self,
-        step: int,
-        weights: Mapping[str, torch.Tensor],
-        optimizer: Mapping[str, Any],
-        state: Mapping[str, Any],
+        self, step: int, weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any], state: Mapping[str, Any],
         best: float | None = None,
-    ) -> Path:
+    ) -> Path:  # fmt: skip
         """Write a checkpoint; keep the last two and the best, delete older ones once the new one is in place.
 
         Args:
@@ -177,7 +168,7 @@ class RunFolder:
         path = checkpoints.write(self._home, saved)
         if best is not None:
             self.mark_best(step, best)
-        self._prune({step})
+        self._prune(step)
         return path
 
     def load(self) -> Checkpoint | None:
@@ -257,7 +248,7 @@ class RunFolder:
                 (self.path / BEST).unlink()
             if self._metrics.size() > metrics_bytes:
                 (self.path / SUMMARY).unlink(missing_ok=True)  # a run that goes back has not finished
-                self._metrics.cut(metrics_bytes)
+                os.truncate(self._metrics.path, metrics_bytes)
         self._events.purge_step = step + 1 if metrics_bytes else 0
 
     def mark_best(self, step: int, value: float) -> None:
@@ -267,7 +258,7 @@ class RunFolder:
         if not math.isfinite(value):
             raise fail("the best value must be finite", repr(value), "Do not mark a run that has diverged.")
         self.write_json(BEST, {"step": step, "value": value})
-        self._prune({step})
+        self._prune(step)
 
     def best(self) -> tuple[int, float] | None:
         """Return step and value of the best checkpoint."""
@@ -277,19 +268,14 @@ class RunFolder:
         except (KeyError, TypeError, ValueError):
             raise damaged_json(self.path / BEST) from None
 
-    def _prune(self, keep: set[int]) -> None:
-        every = checkpoints.listed(self._home)
-        best = self.best()
-        keep = keep | {step for step, _ in every[-2:]} | ({best[0]} if best else set())
-        for step, path in every:
+    def _prune(self, new: int) -> None:
+        every, best = checkpoints.listed(self._home), self.best()
+        keep = {new, *(step for step, _ in every[-2:]), best[0] if best else new}
+        for path in (path for step, path in every if step not in keep):
             try:
-                if step not in keep:
-                    checkpoints.discard(path)
+                checkpoints.discard(path)
             except OSError as error:  # untidy, but no reason to end a run
                 self.notes.append(f"an old checkpoint could not be deleted: {path} ({error.strerror})")
-
-
-# Going on with a run
 
 
 def _identity(header: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,19 +288,12 @@ def _identity(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_same_run(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    before, after = _identity(stored), _identity(now)
-    absent = "(absent)"
-    differing = [
-        f"{name} {before.get(name, absent)!r} stored and {after.get(name, absent)!r} now"
-        for name in {**before, **after}
-        if before.get(name, absent) != after.get(name, absent)
-    ]
+    before, after, absent = _identity(stored), _identity(now), "(absent)"
+    pairs = {name: (before.get(name, absent), after.get(name, absent)) for name in {**before, **after}}
+    differing = [f"{name} {old!r} stored and {new!r} now" for name, (old, new) in pairs.items() if old != new]
     if differing:
         remedy = "Pass what the run began with, or --restart to begin anew."
         raise fail("a run goes on with the settings and data it began with", "; ".join(differing), remedy)
-
-
-# Status from outside
 
 
 def status(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -328,26 +307,16 @@ def status(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise fail("a run folder must be a folder", str(folder), "Pass the folder of one run.")
     saved = checkpoints.listed(folder / CHECKPOINTS)
     return {
-        "header": read_json(folder / HEADER),
-        "step": _last_step(folder),
-        "checkpoint": saved[-1][0] if saved else None,
-        "finished": bool((read_json(folder / SUMMARY) or {}).get("finished")),
-        "running": is_held(folder / LOCK),
-    }
+        "header": read_json(folder / HEADER), "step": _last_step(folder), "checkpoint": saved[-1][0] if saved else None,
+        "finished": bool((read_json(folder / SUMMARY) or {}).get("finished")), "running": is_held(folder / LOCK),
+    }  # fmt: skip
 
 
 def _last_step(folder: Path) -> int:
-    steps = [step for step, _ in checkpoints.listed(folder / CHECKPOINTS)]
-    steps += [line["step"] for line in _last_lines(folder / METRICS) if isinstance(line.get("step"), int)]
+    metrics, steps = folder / METRICS, [step for step, _ in checkpoints.listed(folder / CHECKPOINTS)]
+    if metrics.is_file():
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - 2**16))  # the newest step is in the last 64 KiB
+            logged = [(parsed(line) or {}).get("step") for line in file.read().split(b"\n")[:-1]]
+        steps += [step for step in logged if isinstance(step, int)]
     return max(steps, default=0)
-
-
-def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines in the last 64 KiB, where the newest step is."""
-    if path.is_file():
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 2**16))
-            for raw in file.read().split(b"\n")[:-1]:
-                line = parsed(raw)
-                if line is not None:
-                    yield line

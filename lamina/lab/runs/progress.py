@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -78,41 +78,26 @@ class Reporter:
         return f"{rate:.0f}/s, {(total - step) / rate:.0f} s left" if rate > 0 else ""
 
 
-class Output(Protocol):
-    """Anything with ``write``."""
-
-    def write(self, text: str) -> int: ...
-
-
 class JsonReporter(Reporter):
-    """Tell the same events as JSON lines, for another process to replay."""
+    """Tell the same events as JSON lines, by the names of the methods and their arguments: for another process."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, write: Callable[[str], object]) -> None:
         super().__init__(Console(quiet=True))
-        self.output = output
+        self.write = write
 
     def line(self, text: str) -> None:
         self._tell("line", text=text)
 
     def begin(self, label: str, step: int, total: int) -> None:
         super().begin(label, step, total)
-        self._tell("begin", name=label, step=step, total=total)
+        self._tell("begin", label=label, step=step, total=total)
 
     def advance(self, label: str, step: int, total: int, values: dict[str, Any]) -> None:
         self._newest[label] = (time.monotonic(), values)
-        self._tell("advance", name=label, step=step, total=total, values=values)
+        self._tell("advance", label=label, step=step, total=total, values=values)
 
     def end(self, label: str, text: str) -> None:
         self.line(f"{label}: {text}")
 
     def _tell(self, event: str, **details: Any) -> None:
-        self.output.write(json.dumps({"event": event, **details}) + "\n")
-
-
-def replay(event: Mapping[str, Any], say: Reporter) -> None:
-    """Repeat an event of a ``JsonReporter``, "begin" or "advance", on another reporter."""
-    name, step, total = event["name"], event["step"], event["total"]
-    if event["event"] == "begin":
-        say.begin(name, step, total)
-    else:
-        say.advance(name, step, total, event["values"])
+        self.write(json.dumps({"event": event, **details}) + "\n")

@@ -153,6 +153,7 @@ def restarted():
 ACTING = [ragged, restarted, lambda: ragged() | restarted()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acting", ACTING, ids=["lengths", "resets", "both"])
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])
 def test_other_lengths_and_resets_in_every_call(cell, acting, path):
@@ -160,6 +161,7 @@ def test_other_lengths_and_resets_in_every_call(cell, acting, path):
     assert Again.replays == 4 + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"bidirectional": True}, {"num_layers": 2}], ids=str)
 @pytest.mark.parametrize("acting", ACTING, ids=["lengths", "resets", "both"])
 def test_other_lengths_and_resets_of_several_recurrences(options, acting):

@@ -168,6 +168,7 @@ def test_a_first_state_with_the_bits_of_not_yet(device):
     assert not torch.isnan(out[:, [0, 2]]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", MANY, ids=str)
 def test_directions_meet_among_themselves(row, device):
     """Two sides with a group of three members each, on all six processors: the numbers of each alone."""
@@ -177,6 +178,7 @@ def test_directions_meet_among_themselves(row, device):
     assert all(torch.equal(together[name], apart[name]) for name in apart)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cell", "parts"), [("LSTM", 3), ("GRU", 2), ("RNN", 3)])
 def test_layers_meet_among_themselves(cell, parts, device, monkeypatch):
     """Two of three layers at once, in parts: words start anew in every launch, states and shares go on."""
