@@ -230,8 +230,8 @@ def _fill_from_sheet(section: Section, record: Record, sheet: Sheet) -> None:
     )
     section.figures = [(drawing, caption) for drawing, caption in about_claims if drawing is not None]
     section.figures += [(figures.draw(record, sheet, figure), _caption(figure)) for figure in sheet.figures]
-    section.tables = [_number_table(record, sheet)]
-    section.raw = [_pair_table(record, sheet), _value_table(record, sheet), _run_table(record, sheet)]
+    section.tables = [_number_table(record, sheet), _pair_table(record, sheet)]
+    section.raw = [_value_table(record, sheet), _run_table(record, sheet)]
     section.notes += _reading_notes(record, sheet)
 
 
@@ -301,7 +301,7 @@ def _pair_table(record: Record, sheet: Sheet) -> Table:
 def _shown_effect(measure: Any, effect: float) -> str:
     if math.isfinite(effect):
         return str(measure.value(effect))
-    return "baseline missed" if effect > 0 else "missed"
+    return "baseline missed" if effect > 0 else "ours missed"
 
 
 def _value_table(record: Record, sheet: Sheet) -> Table:
