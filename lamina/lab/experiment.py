@@ -252,9 +252,9 @@ class Job:
     vary: tuple[str, ...] = ()  # settings in the label: the sheet's, and any other that was swept
     scale: str = ""
 
-    def home(self, runs: Path, data: str) -> Path:
+    def home(self, runs: str | Path, data: str) -> Path:
         """Return the folder that holds the runs of this experiment, scale and data (``mnist-real``)."""
-        return runs / self.experiment / "-".join(filter(None, (data, self.scale)))
+        return Path(runs) / self.experiment / "-".join(filter(None, (data, self.scale)))
 
     @property
     def label(self) -> str:

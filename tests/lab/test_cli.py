@@ -22,6 +22,7 @@ from lamina.lab.cli.commands import main
 from lamina.lab.experiment import Scale
 from lamina.lab.experiments import SHEETS, find
 from lamina.lab.experiments.mnist.settings import NORMS
+from lamina.lab.options import Settings
 from lamina.lab.reports import records
 from lamina.lab.runs import folder as runs
 from tests.lab import toy
@@ -68,8 +69,9 @@ def test_help_of_an_experiment_has_every_setting(capsys, name):
         line = next(line for line in out.splitlines() if f"{plan.flag(item.name)} " in line)
         assert item.metadata["help"][:20] in line
         assert f"(default {item.default})" in " ".join(out.replace("│", " ").split())
-    for item in dataclasses.fields(plan.How):
-        assert (plan.flag(item.name) in out) == (item.name not in ("command", "hours"))
+    for item in dataclasses.fields(Settings):
+        flag = plan.flag("data" if item.name == "root" else item.name)
+        assert (flag in out) == (item.name not in ("command", "hours"))
 
 
 def test_no_arguments_is_help_and_version(capsys):

@@ -22,9 +22,9 @@ from lamina.lab.cli import workers
 from lamina.lab.cli.commands import main
 from lamina.lab.experiment import Every, Job
 from lamina.lab.experiments import SHEETS
+from lamina.lab.options import Settings
 from lamina.lab.training import draws
 from lamina.lab.training.batches import BucketedBatches, SampledBatches, ShuffledBatches, generator, length_in_updates
-from lamina.lab.training.control import Settings
 from lamina.lab.training.draws import draws_of_evaluation, draws_of_update
 from lamina.lab.training.evaluate import evaluate
 from lamina.lab.training.loop import train
@@ -82,7 +82,7 @@ def test_worker_processes_give_the_same_numbers_and_take_run_after_run(tmp_path,
     started = []
     start = workers.Pool._started
     monkeypatch.setattr(workers.Pool, "_started", lambda pool: started.append(pool) or start(pool))
-    how = plan.How(runs=str(tmp_path / "workers"), device="cpu", jobs=2, quiet=True)
+    how = Settings(runs=str(tmp_path / "workers"), device="cpu", jobs=2, quiet=True)
     assert workers.carry_out(SEVERAL, how, lambda job: job.label) == 0
     train(SEVERAL, settings(tmp_path / "here"), say)
     for each in SEVERAL:

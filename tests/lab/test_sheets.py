@@ -243,7 +243,7 @@ def test_a_sheet_describes_the_networks_that_ran():
 @pytest.fixture(scope="module")
 def produced(tmp_path_factory) -> dict[str, tuple[set[str], set[str]]]:
     """What one tiny run of each experiment writes: metrics of its evaluations, lists of its extras."""
-    from lamina.lab.training.control import Settings
+    from lamina.lab.options import Settings
     from lamina.lab.training.loop import train
 
     runs = tmp_path_factory.mktemp("runs")

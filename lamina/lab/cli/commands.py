@@ -23,8 +23,9 @@ except ImportError as missing:
 from ...errors import InputError, RunError, fail, not_installed, one_of
 from ..experiment import SCALES
 from ..experiments import SHEETS
+from ..options import Settings
 from . import running
-from .jobs import DeviceOption, How, processes, rank, writable_folder
+from .jobs import DeviceOption, processes, rank, uses_cuda, writable_folder
 from .screen import KINDS, say, show_report, table
 
 LAB = ("accelerate", "jinja2", "matplotlib", "safetensors", "scipy", "sklearn", "tensorboard")
@@ -224,7 +225,6 @@ def evaluate(
 ) -> None:
     """Measure a run's best checkpoint with what takes too long for training. Stop it and run it again: it goes on."""
     from ..runs.progress import Reporter
-    from ..training.control import Settings
     from ..training.evaluate import evaluate as measure
 
     with Reporter() as reporter:
@@ -279,7 +279,7 @@ def bench(
 ) -> None:
     """Measure training speed on this machine: each norm against none, on a GPU with each engine."""
     one_of("--device", device, ("auto", "cpu", "cuda"))
-    How(device=device).uses_cuda()
+    uses_cuda(Settings(device=device))
     _check_file(out, "--out")
     from ..reports import records
     from . import bench

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +14,7 @@ import typer
 
 from ...errors import fail, one_of
 from ..experiment import Config, Job, Scale, Sheet
+from ..options import Settings
 
 KINDS = {int: "a whole number", float: "a number", str: "a name"}
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda")]
@@ -114,72 +113,33 @@ def _distinct(jobs: list[Job]) -> list[Job]:
     return jobs
 
 
-def _option(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="How to run")
+def check(settings: Settings) -> None:
+    """Refuse what is wrong without looking at torch or data."""
+    if settings.scale and settings.tuned:
+        raise fail("a scale has its own tuned settings", "--scale and --tuned together", "Pass one of them.")
+    one_of("--device", settings.device, ("auto", "cpu", "cuda"))
+    one_of("--engine", settings.engine, ("auto", "eager", "graph"))
+    if settings.root == "":
+        raise fail("--data must be a folder, or embedded", "''", "Leave it out for the default.")
+    if settings.resume and settings.restart:
+        raise fail("a run is resumed or begun anew", "--resume and --restart together", "Pass one of them.")
+    if processes() > 1 and (settings.jobs or 1) > 1:
+        raise fail("--jobs is 1 when a launcher starts the processes", f"--jobs {settings.jobs}", "Leave it out.")
+    writable_folder(settings.runs, "--runs")
 
 
-def whole(help: str, least: int, most: int, panel: str | None = "How to run") -> Any:
-    """Return an option whose value is a whole number in a range."""
+def uses_cuda(settings: Settings) -> bool:
+    """Return whether runs will be on a GPU; only there can an update be captured."""
+    cuda = False
+    if settings.device != "cpu":
+        import torch
 
-    def parse(given: Any) -> int:
-        try:
-            number = int(given)
-        except ValueError:
-            number = least - 1
-        if not least <= number <= most:
-            raise typer.BadParameter(f"must be a whole number from {least} to {most}, got {given!r}.")
-        return number
-
-    return typer.Option(help=help, metavar="N", parser=parse, rich_help_panel=panel)
-
-
-@dataclass
-class How:
-    """Options of ``lamina run`` that are not settings of the experiment."""
-
-    scale: Annotated[str, _option("all that the claims compare at this size: smoke, laptop or paper")] = ""
-    seeds: Annotated[int | None, whole("number of seeds (default: the scale's, or 1)", 1, 1000)] = None
-    first_seed: Annotated[int, whole("the first of them", 0, 2**31)] = 0
-    tuned: Annotated[str | None, _option("record of lamina tune: each variant with what was chosen for it")] = None
-    data: Annotated[str | None, _option("folder with the data sets, or embedded for the stand-in")] = None
-    runs: Annotated[str, _option("folder for the runs")] = "runs"
-    device: Annotated[str, _option("auto, cpu or cuda")] = "auto"
-    engine: Annotated[str, _option("auto, eager, or graph (a CUDA graph)")] = "auto"
-    together: Annotated[int, whole("runs side by side on one device; 0 chooses", 0, 64)] = 0
-    jobs: Annotated[int | None, whole("processes (default: cores; 1 on a GPU)", 1, 999)] = None
-    resume: Annotated[bool, _option("go on where runs stopped; finished ones are passed over", "--resume")] = False
-    restart: Annotated[bool, _option("begin anew; what is there is moved to old-1, old-2 ...", "--restart")] = False
-    keep_best: Annotated[bool, _option("keep the checkpoint that validates best")] = True
-    quiet: Annotated[bool, _option("no progress, only the results", "--quiet")] = False
-    command: str = field(default="", init=False)  # as it was typed, for the runs' headers
-    hours: float = field(default=math.inf, init=False)  # after which every run saves a checkpoint and ends
-
-    def check(self) -> None:
-        """Refuse what is wrong without looking at torch or data."""
-        if self.scale and self.tuned:
-            raise fail("a scale has its own tuned settings", "--scale and --tuned together", "Pass one of them.")
-        one_of("--device", self.device, ("auto", "cpu", "cuda"))
-        one_of("--engine", self.engine, ("auto", "eager", "graph"))
-        if self.data == "":
-            raise fail("--data must be a folder, or embedded", "''", "Leave it out for the default.")
-        if self.resume and self.restart:
-            raise fail("a run is resumed or begun anew", "--resume and --restart together", "Pass one of them.")
-        if processes() > 1 and (self.jobs or 1) > 1:
-            raise fail("--jobs is 1 when a launcher starts the processes", f"--jobs {self.jobs}", "Leave it out.")
-        writable_folder(self.runs, "--runs")
-
-    def uses_cuda(self) -> bool:
-        """Return whether runs will be on a GPU; only there can an update be captured."""
-        cuda = False
-        if self.device != "cpu":
-            import torch
-
-            cuda = torch.cuda.is_available()
-        if self.device == "cuda" and not cuda:
-            raise fail("--device cuda needs a CUDA device", "none found", "Use --device auto.")
-        if self.engine == "graph" and not cuda:
-            raise fail(f"--engine {self.engine} needs a CUDA device", "the CPU", "Use --engine auto.")
-        return cuda
+        cuda = torch.cuda.is_available()
+    if settings.device == "cuda" and not cuda:
+        raise fail("--device cuda needs a CUDA device", "none found", "Use --device auto.")
+    if settings.engine == "graph" and not cuda:
+        raise fail(f"--engine {settings.engine} needs a CUDA device", "the CPU", "Use --engine auto.")
+    return cuda
 
 
 def writable_folder(path: Path | str, name: str) -> Path:

@@ -11,33 +11,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import typer
 
 from ...errors import InputError, RunError, fail
 from ..experiment import Config, Job, Sheet
 from ..experiments import SHEETS, find
+from ..options import Settings, whole
 from . import jobs as plan
 from . import workers
-from .jobs import DeviceOption, How, flag, rank, whole, writable_folder
+from .jobs import DeviceOption, flag, rank, writable_folder
 from .screen import KINDS, say, show_notes, show_report, table
 
 run_app = typer.Typer(help="Train an experiment: lamina run mnist --norm layer,batch --seeds 3")
 
 
 def _add_run_command(sheet: Sheet) -> None:
-    """Add a command whose options are the fields of the sheet's settings, then those of ``How``."""
+    """Add a command whose options are the fields of the sheet's settings, then those of ``Settings``."""
 
     def command(context: typer.Context, **given: Any) -> None:
-        how = How(**{f.name: given.pop(f.name) for f in dataclasses.fields(How) if f.init})
-        how.command = _typed(context)
-        _run(sheet, {name: value for name, value in given.items() if value is not None}, how)
+        shared = {f.name: given.pop(f.name) for f in dataclasses.fields(Settings) if f.name in given}
+        settings = Settings(**shared, command=_typed(context))
+        _run(sheet, {name: value for name, value in given.items() if value is not None}, settings)
 
     own = [_setting(f) for f in dataclasses.fields(sheet.config)]
     first = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    how = inspect.signature(How, eval_str=True).parameters.values()
-    parameters = [first, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *how))]
+    shared = inspect.signature(Settings, eval_str=True).parameters.values()
+    options = [p for p in shared if get_origin(p.annotation) is Annotated]
+    parameters = [first, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *options))]
     defaults = dataclasses.asdict(sheet.config())
     command.__doc__ = f"{sheet.title} (section {sheet.section}). {sheet.described([defaults])}"
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
@@ -67,42 +69,44 @@ def _no_experiment(context: typer.Context) -> None:
         raise fail("lamina run needs the name of an experiment", "none", f"Choose one of {names}: see lamina list.")
 
 
-def _run(sheet: Sheet, given: Mapping[str, str], how: How) -> None:
-    jobs = _jobs(sheet, given, how)
-    how.check()
-    data = _described(jobs[0], how)
-    if rank() == 0 and not how.quiet:
-        device = "GPU" if how.uses_cuda() else "CPU"
-        say(f"{len(jobs)} run(s) on {KINDS[data['kind']]}: {data['label']}; {device}; folder {how.runs}")
-    code = workers.carry_out(jobs, how, lambda job: job.label)
+def _run(sheet: Sheet, given: Mapping[str, str], settings: Settings) -> None:
+    jobs = _jobs(sheet, given, settings)
+    plan.check(settings)
+    data = _described(jobs[0], settings)
+    if rank() == 0 and not settings.quiet:
+        device = "GPU" if plan.uses_cuda(settings) else "CPU"
+        say(f"{len(jobs)} run(s) on {KINDS[data['kind']]}: {data['label']}; {device}; folder {settings.runs}")
+    code = workers.carry_out(jobs, settings, lambda job: job.label)
     if rank() == 0:
-        _show_results(sheet, jobs, f"{data['name']}-{data['kind']}", Path(how.runs))
-        say(f"Figures, claims and all numbers: lamina report {shlex.quote(how.runs)}")
+        _show_results(sheet, jobs, f"{data['name']}-{data['kind']}", Path(settings.runs))
+        say(f"Figures, claims and all numbers: lamina report {shlex.quote(settings.runs)}")
     raise typer.Exit(code)
 
 
-def _described(job: Job, how: How) -> dict[str, Any]:
+def _described(job: Job, settings: Settings) -> dict[str, Any]:
     """Load a job's data here first, so that data which are not there or broken are one error; describe them."""
     from ..protocol import module_of
 
-    return module_of(job.experiment).load(job.config, how.data).describe()
+    return module_of(job.experiment).load(job.config, settings.root).describe()
 
 
-def _jobs(sheet: Sheet, given: Mapping[str, str], how: How) -> list[Job]:
+def _jobs(sheet: Sheet, given: Mapping[str, str], settings: Settings) -> list[Job]:
     """Return every run that was asked for, with what tuning chose where nothing else was given."""
     fields = {f.name: f for f in dataclasses.fields(sheet.config)}
     values = {name: plan.parse(fields[name], text) for name, text in given.items()}
-    if how.scale:
-        return plan.jobs_of_scale(sheet, how.scale, _seeds(how, plan.find_scale(sheet, how.scale).seeds), **values)
-    return plan.jobs_for(sheet, _tuned(sheet, plan.combine(sheet, values), how, tuple(given)), _seeds(how, 1))
+    if settings.scale:
+        return plan.jobs_of_scale(
+            sheet, settings.scale, _seeds(settings, plan.find_scale(sheet, settings.scale).seeds), **values
+        )
+    return plan.jobs_for(sheet, _tuned(sheet, plan.combine(sheet, values), settings, tuple(given)), _seeds(settings, 1))
 
 
-def _tuned(sheet: Sheet, configs: list[Config], how: How, given: tuple[str, ...]) -> list[Config]:
-    if how.tuned is None:
+def _tuned(sheet: Sheet, configs: list[Config], settings: Settings, given: tuple[str, ...]) -> list[Config]:
+    if settings.tuned is None:
         return configs
     from ..reports import records, tuning
 
-    record = records.load(how.tuned, "lamina tune")
+    record = records.load(settings.tuned, "lamina tune")
     return [tuning.apply(record, sheet.name, config, given) for config in configs]
 
 
@@ -111,8 +115,8 @@ def _typed(context: typer.Context) -> str:
     return shlex.join(["lamina", *context.find_root().obj])
 
 
-def _seeds(how: How, usual: int) -> range:
-    return range(how.first_seed, how.first_seed + (how.seeds or usual))
+def _seeds(settings: Settings, usual: int) -> range:
+    return range(settings.first_seed, settings.first_seed + (settings.seeds or usual))
 
 
 def _show_results(sheet: Sheet, jobs: Sequence[Job], data: str, runs: Path) -> None:
@@ -140,12 +144,20 @@ def reproduce(
     quiet: QuietOption = False, epochs: Annotated[float | None, typer.Option(hidden=True)] = None,
 ) -> None:  # fmt: skip
     """Run every experiment, small, on embedded data; write the report. Stop it and run it again: it goes on."""
-    how = How(data="embedded", runs=runs, device=device, jobs=jobs, resume=True, quiet=quiet, seeds=seeds)
-    how.command = _typed(context)
-    how.check()
+    settings = Settings(
+        root="embedded",
+        seeds=seeds,
+        runs=runs,
+        device=device,
+        jobs=jobs,
+        resume=True,
+        quiet=quiet,
+        command=_typed(context),
+    )
+    plan.check(settings)
     writable_folder(out, "--out")
     changed = {} if epochs is None else {"epochs": (epochs,)}
-    raise typer.Exit(_all(_chosen(only), "smoke", how, out, changed))
+    raise typer.Exit(_all(_chosen(only), "smoke", settings, out, changed))
 
 
 def paper(
@@ -158,55 +170,59 @@ def paper(
     """Run each experiment whose real data are there, sized for two cores; write the report. Run again to go on."""
     if not hours > 0:
         raise fail("--hours must be above 0", repr(hours), "Leave it out to run to the end.")
-    how = How(data=data, runs=runs, device=device, jobs=jobs, resume=True, quiet=quiet)
-    how.command, how.hours = _typed(context), hours
-    how.check()
+    command = _typed(context)
+    settings = Settings(
+        root=data, hours=hours, runs=runs, device=device, jobs=jobs, resume=True, quiet=quiet, command=command
+    )
+    plan.check(settings)
     writable_folder(out, "--out")
-    sheets = [sheet for sheet in _chosen(only) if _can_run(sheet, "laptop", how)]
+    sheets = [sheet for sheet in _chosen(only) if _can_run(sheet, "laptop", settings)]
     if not sheets:
         remedy = "lamina data lists the sets, and lamina data get NAME --data DIR fetches one."
         raise fail("lamina paper needs the real data of an experiment", f"none in {data}", remedy)
-    raise typer.Exit(_all(sheets, "laptop", how, out, {}))
+    raise typer.Exit(_all(sheets, "laptop", settings, out, {}))
 
 
 def _chosen(only: str) -> list[Sheet]:
     return [find(name.strip()) for name in only.split(",")] if only else list(SHEETS.values())
 
 
-def _can_run(sheet: Sheet, scale: str, how: How) -> bool:
+def _can_run(sheet: Sheet, scale: str, settings: Settings) -> bool:
     """Return whether an experiment has this scale, and its real data are there; say so, or why not."""
     if scale not in sheet.scales:
         say(f"{sheet.name}: left out. It has no {scale} scale")
         return False
     try:
-        described = _described(plan.jobs_of_scale(sheet, scale)[0], how)
+        described = _described(plan.jobs_of_scale(sheet, scale)[0], settings)
     except (InputError, OSError) as error:
         say(f"{sheet.name}: left out. {' '.join(str(error).split())}")
         return False
     if described["kind"] != "real":
-        say(f"{sheet.name}: left out. {how.data} holds none of its real data, only {described['label']} would do")
+        say(f"{sheet.name}: left out. {settings.root} holds none of its real data, only {described['label']} would do")
         return False
     say(f"{sheet.name}: {described['label']}; {sheet.scales[scale].about}")
     return True
 
 
-def _all(sheets: Sequence[Sheet], scale: str, how: How, out: str, changed: Mapping[str, Sequence[Any]]) -> int:
+def _all(
+    sheets: Sequence[Sheet], scale: str, settings: Settings, out: str, changed: Mapping[str, Sequence[Any]]
+) -> int:
     """Run a scale of every experiment, then write the report; return the worst exit code."""
     began = time.monotonic()
-    seeds = [_seeds(how, plan.find_scale(sheet, scale).seeds) for sheet in sheets]
+    seeds = [_seeds(settings, plan.find_scale(sheet, scale).seeds) for sheet in sheets]
     work = [job for s, those in zip(sheets, seeds) for job in plan.jobs_of_scale(s, scale, those, **changed)]
-    progress = Progress(work, how)
+    progress = Progress(work, settings)
     progress.show()
     try:
-        code = workers.carry_out(work, how, lambda job: f"{job.experiment}/{job.label}", progress.after)
+        code = workers.carry_out(work, settings, lambda job: f"{job.experiment}/{job.label}", progress.after)
     except RunError as error:  # of runs in this process; workers' are told as they come
         show_notes([str(error)])
         code = 1
     except Exception as error:
-        if not hasattr(error, "exit_code") or time.monotonic() - began < 3600 * how.hours:
+        if not hasattr(error, "exit_code") or time.monotonic() - began < 3600 * settings.hours:
             raise
         code = 0  # the time is over
-    _report(Path(how.runs), sheets, out)
+    _report(Path(settings.runs), sheets, out)
     progress.show()
     left = len(work) - sum(len(progress.done(name)) for name in progress.names)
     say(f"{time.monotonic() - began:,.0f} s in all; {left} of {len(work)} runs left")
@@ -225,21 +241,21 @@ class Progress:
     """Finished and unfinished runs of each experiment, and when the rest will end."""
 
     jobs: Sequence[Job]
-    how: How
+    settings: Settings
 
     def __post_init__(self) -> None:
         self.names = list(dict.fromkeys(job.experiment for job in self.jobs))
 
     def done(self, experiment: str) -> list[float]:
         """Return the minutes that each finished run of an experiment took."""
-        data = "*-embedded" if self.how.data == "embedded" else "*-real"
+        data = "*-embedded" if self.settings.root == "embedded" else "*-real"
         homes = [job.home(Path(), data) / job.label for job in self.jobs if job.experiment == experiment]
-        ends = [end for home in homes for end in Path(self.how.runs).glob(str(home / "summary.json"))]
+        ends = [end for home in homes for end in Path(self.settings.runs).glob(str(home / "summary.json"))]
         return [(end.stat().st_mtime - end.with_name("config.json").stat().st_mtime) / 60 for end in ends]
 
     def rows(self) -> list[list[str]]:
         """Return for each experiment: runs done, runs left, and when its last one will end."""
-        rows, minutes, processes = list[list[str]](), 0.0, self.how.jobs or workers.cores()
+        rows, minutes, processes = list[list[str]](), 0.0, self.settings.jobs or workers.cores()
         for name in self.names:
             done = self.done(name)
             left = sum(job.experiment == name for job in self.jobs) - len(done)
@@ -250,7 +266,7 @@ class Progress:
 
     def show(self) -> None:
         """Print a table of all experiments."""
-        table(f"Runs in {Path(self.how.runs)}", ["Experiment", "Done", "Left", "Ends"], self.rows())
+        table(f"Runs in {Path(self.settings.runs)}", ["Experiment", "Done", "Left", "Ends"], self.rows())
 
     def after(self, job: Job) -> str:
         """Return how far the experiment of a job that has ended is."""

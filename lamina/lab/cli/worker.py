@@ -12,6 +12,7 @@ from typing import Any
 
 from ..experiment import Job
 from ..experiments import find
+from ..options import Settings
 from ..runs.progress import JsonReporter
 from .commands import told
 from .workers import train_here
@@ -53,7 +54,7 @@ def _carry_out(order: dict[str, Any], say: JsonReporter) -> tuple[int, str]:
     described = order.pop("job")
     config = find(described["experiment"]).config(**described.pop("config"))
     try:
-        train_here([Job(config=config, **{**described, "vary": tuple(described["vary"])})], order, say)
+        train_here([Job(config=config, **{**described, "vary": tuple(described["vary"])})], Settings(**order), say)
     except (Exception, KeyboardInterrupt) as error:
         words, code = told(error) or ("", 0)
         if not words:

@@ -12,18 +12,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rich.console import Console
 
 from ..experiment import Job
+from ..options import Settings
 from ..runs.files import parsed
 from ..runs.progress import Reporter
-from .jobs import How, processes, rank
+from .jobs import processes, rank, uses_cuda
 
 PROGRAM = ("-m", "lamina.lab.cli.worker")
-SHARED = ("device", "engine", "together", "resume", "restart", "keep_best")  # options that training itself reads
 
 
 def cores() -> int:
@@ -32,19 +31,19 @@ def cores() -> int:
 
 
 def carry_out(
-    jobs: Sequence[Job], how: How, named: Callable[[Job], str], after: Callable[[Job], str] | None = None
+    jobs: Sequence[Job], settings: Settings, named: Callable[[Job], str], after: Callable[[Job], str] | None = None
 ) -> int:
     """Train the jobs and return the exit code.
 
     named: names on the screen. after: what to say when a job has ended; jobs on a CPU go to worker processes then.
     """
-    console = Console(stderr=True, highlight=False, quiet=how.quiet or rank() > 0)
-    alone = processes() > 1 or (how.uses_cuda() and how.jobs is None)
-    limit = 1 if alone else min(how.jobs or cores(), len(jobs))
-    with Reporter(console) as say, _time_limit(how.hours, say):
+    console = Console(stderr=True, highlight=False, quiet=settings.quiet or rank() > 0)
+    alone = processes() > 1 or (uses_cuda(settings) and settings.jobs is None)
+    limit = 1 if alone else min(settings.jobs or cores(), len(jobs))
+    with Reporter(console) as say, _time_limit(settings.hours, say):
         if limit > 1 or (after and not alone):
-            return Pool(jobs, options(how), limit, say, named, after or (lambda job: "")).run()
-        train_here(jobs, options(how), say)
+            return Pool(jobs, settings, limit, say, named, after or (lambda job: "")).run()
+        train_here(jobs, settings, say)
     return 0
 
 
@@ -68,16 +67,11 @@ def _time_limit(hours: float, say: Reporter) -> Iterator[None]:
         over.set()
 
 
-def options(how: How) -> dict[str, Any]:
-    """Return what a worker must know besides its job, as JSON can hold it."""
-    return {"root": how.data, "runs": how.runs, "command": how.command, **{name: getattr(how, name) for name in SHARED}}
-
-
-def train_here(jobs: Sequence[Job], settings: dict[str, Any], say: Reporter) -> None:
+def train_here(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
     """Train the jobs in this process."""
-    from ..training.loop import Settings, train
+    from ..training.loop import train
 
-    train(jobs, Settings(**{**settings, "runs": Path(settings["runs"])}), say)
+    train(jobs, settings, say)
 
 
 class Stopped(Exception):
@@ -102,7 +96,7 @@ class Pool:
     """Up to ``limit`` worker processes; what they say goes to ``say``, and signals go to them."""
 
     jobs: Sequence[Job]
-    settings: dict[str, Any]
+    settings: Settings
     limit: int
     say: Reporter
     named: Callable[[Job], str]
@@ -129,7 +123,7 @@ class Pool:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self.asked:
-            raise Stopped(self.asked[0], bool(self.settings["resume"]))
+            raise Stopped(self.asked[0], self.settings.resume)
         return max(self.codes, default=0)
 
     def _busy(self) -> list[_Worker]:
@@ -141,7 +135,7 @@ class Pool:
         while self._waiting and not self.asked and (idle or len(self._workers) < self.limit):
             worker = idle.pop() if idle else self._started()
             worker.job = self._waiting.pop(0)
-            order = {"job": {**vars(worker.job), "config": asdict(worker.job.config)}, **self.settings}
+            order = {"job": {**vars(worker.job), "config": asdict(worker.job.config)}, **asdict(self.settings)}
             with contextlib.suppress(BrokenPipeError):  # it has died; ``_bury`` tells
                 print(json.dumps(order), file=worker.process.stdin, flush=True)
 

@@ -27,12 +27,13 @@ _TRAINING = (  # without lab/data: a record holds the SHA-256 of its data
     *("lab/training", "lab/experiments/*/model.py", "lab/experiments/images.py", "optim.py"),
     *("layers.py", "baselines.py", "population_statistics.py"),
 )
+_NO_NUMBERS = ":!lab/training/control.py"  # signals and the clock
 GPU = Code("the GPU kernels or the layers that call them", (*_RECURRENT, "layers.py", "kernels", ":!kernels/cpu*.py"))
 CPU = Code(
     "the CPU kernels or the layers that call them",
     (*_RECURRENT, "streaming.py", "kernels/__init__.py", "kernels/fused.py", "kernels/given.py", "kernels/cpu*.py"),
 )
-TRAINING = Code("the training code or the layers that it trains", _TRAINING)
+TRAINING = Code("the training code or the layers that it trains", (*_TRAINING, _NO_NUMBERS))
 RUNS = Code("the training code or what saves its runs", (*_TRAINING, "lab/runs"))
 PACKAGE = Code("the package", (".",))
 

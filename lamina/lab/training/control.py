@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,23 +17,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from ...errors import RunError, fail
+from ..options import Settings
 
 MIXED = {"float32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Options of running; beyond rounding nothing here changes a result."""
-
-    root: str | None = None  # of the data; None asks LAMINA_DATA, "embedded" takes the stand-in
-    runs: Path = Path("runs")
-    device: str = "auto"
-    engine: str = "auto"
-    together: int = 0  # runs side by side on one device; 0 chooses
-    resume: bool = False
-    restart: bool = False
-    keep_best: bool = True
-    command: str = ""
 
 
 class Diverged(RunError):

@@ -12,10 +12,11 @@ import torch
 from ...errors import fail
 from ..experiment import Config
 from ..experiments import find
+from ..options import Settings
 from ..protocol import Evaluation, module_of
 from ..runs.folder import Checkpoint, RunFolder, status
 from ..runs.progress import Reporter
-from .control import Settings, accelerator_for
+from .control import accelerator_for
 from .draws import draws_of_evaluation
 from .run import SCHEMA
 

@@ -12,9 +12,10 @@ from accelerate import Accelerator
 
 from ...errors import RunError
 from ..experiment import Job
+from ..options import Settings
 from ..protocol import module_of
 from ..runs.progress import Reporter
-from .control import Clock, Diverged, Interrupted, Settings, Stop, accelerator_for
+from .control import Clock, Diverged, Interrupted, Stop, accelerator_for
 from .run import Run
 
 __all__ = ["Diverged", "Interrupted", "Run", "Settings", "train"]

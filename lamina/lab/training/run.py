@@ -16,13 +16,14 @@ from torch import nn
 from ...optim import Adam
 from ..experiment import Every, Job, check_parts
 from ..experiments import find
+from ..options import Settings
 from ..protocol import Evaluation, Experiment, module_of
 from ..runs.environment import environment
 from ..runs.folder import Checkpoint, RunFolder
 from ..runs.progress import Reporter
 from . import update as engine
 from .batches import length_in_updates
-from .control import Diverged, Settings
+from .control import Diverged
 from .draws import Draws, draws_of_evaluation
 
 SCHEMA = 2  # of the header in a run's folder
