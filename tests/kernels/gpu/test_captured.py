@@ -117,6 +117,7 @@ def test_same_bits(cell, options, path, late, monkeypatch):
     assert_equal(everything(layer, other), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])
 def test_backward_twice(cell, path):
     """The second finds again what the first used up."""
@@ -130,6 +131,7 @@ def test_backward_twice(cell, path):
             assert_equal(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"bidirectional": True}, {"num_layers": 2}, {"num_layers": 2, "norm": None}], ids=str
 )
@@ -178,6 +180,7 @@ def assert_served(layer, x, acting):
         assert_equal(everything(layer, x, **now), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acting", [ragged, restarted])
 def test_ragged_passes_are_captured_by_name_only(acting, monkeypatch):
     """No GPU has measured these graphs yet, so backend="auto" does without them."""

@@ -118,11 +118,13 @@ def three_members(row) -> int:
     return 2 * (64 if row[0] == "RNN" else 16) + 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [*MANY, *OTHERS], ids=str)
 def test_members_meet(row, device):
     assert_as_good(lambda: problem(row, (3, 18, 3, three_members(row)), device), torch.float32, "persistent")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", MANY, ids=str)
 def test_more_rows_than_fit_at_once(row, device):
     """Three tiles for two groups: a second launch, whose words start anew."""

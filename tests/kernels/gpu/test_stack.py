@@ -128,6 +128,7 @@ def test_scaled_halves_and_deferred_scalars(device, monkeypatch):
     assert_as_good_as_apart(monkeypatch, "LSTM", torch.float32, device, (4, 3, 5, 20), count=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])
 def test_chunk_by_chunk(cell, dtype, device, monkeypatch):
