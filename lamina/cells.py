@@ -158,14 +158,29 @@ class RNNCell(RecurrentCell):
     cell = "RNN"
 
     def __init__(
-        self, input_size: int, hidden_size: int, bias: bool = True, nonlinearity: str = "tanh", device: Any = None,
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        nonlinearity: str = "tanh",
+        device: Any = None,
         dtype: Any = None,
-        *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
-        gain_init: float | None = None, forget_bias: float | None = None, zoneout: float | tuple[float, float] = 0.0,
-        recurrent_dropout: float = 0.0, learn_initial_state: bool = False, backend: str = "auto",
-        recompute: bool = False, momentum: float | None = 0.1, eval_statistics: str = "population",
+        *,
+        norm: str | None = "layer",
+        placement: str | None = None,
+        eps: float = 1e-5,
+        eps_mode: str = "var",
+        gain_init: float | None = None,
+        forget_bias: float | None = None,
+        zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0,
+        learn_initial_state: bool = False,
+        backend: str = "auto",
+        recompute: bool = False,
+        momentum: float | None = 0.1,
+        eval_statistics: str = "population",
         max_steps: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         one_of("nonlinearity", nonlinearity, ("tanh", "relu"))
         super().__init__(input_size, hidden_size, bias, device, dtype, Options.of(locals()))
         self.nonlinearity = nonlinearity
@@ -178,13 +193,28 @@ class GRUCell(RecurrentCell):
     cell = "GRU"
 
     def __init__(
-        self, input_size: int, hidden_size: int, bias: bool = True, device: Any = None, dtype: Any = None,
-        *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
-        gain_init: float | None = None, forget_bias: float | None = None, zoneout: float | tuple[float, float] = 0.0,
-        recurrent_dropout: float = 0.0, learn_initial_state: bool = False, backend: str = "auto",
-        recompute: bool = False, momentum: float | None = 0.1, eval_statistics: str = "population",
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        norm: str | None = "layer",
+        placement: str | None = None,
+        eps: float = 1e-5,
+        eps_mode: str = "var",
+        gain_init: float | None = None,
+        forget_bias: float | None = None,
+        zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0,
+        learn_initial_state: bool = False,
+        backend: str = "auto",
+        recompute: bool = False,
+        momentum: float | None = 0.1,
+        eval_statistics: str = "population",
         max_steps: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(input_size, hidden_size, bias, device, dtype, Options.of(locals()))
 
 
@@ -195,11 +225,26 @@ class LSTMCell(RecurrentCell):
     cell = "LSTM"
 
     def __init__(
-        self, input_size: int, hidden_size: int, bias: bool = True, device: Any = None, dtype: Any = None,
-        *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
-        gain_init: float | None = None, forget_bias: float | None = None, zoneout: float | tuple[float, float] = 0.0,
-        recurrent_dropout: float = 0.0, learn_initial_state: bool = False, backend: str = "auto",
-        recompute: bool = False, momentum: float | None = 0.1, eval_statistics: str = "population",
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        norm: str | None = "layer",
+        placement: str | None = None,
+        eps: float = 1e-5,
+        eps_mode: str = "var",
+        gain_init: float | None = None,
+        forget_bias: float | None = None,
+        zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0,
+        learn_initial_state: bool = False,
+        backend: str = "auto",
+        recompute: bool = False,
+        momentum: float | None = 0.1,
+        eval_statistics: str = "population",
         max_steps: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(input_size, hidden_size, bias, device, dtype, Options.of(locals()))

@@ -11,9 +11,22 @@ from torch import Tensor
 from .errors import BackendError, InputError, fail, one_of, show
 
 __all__ = [
-    "BackendError", "InputError", "autocast_dtype", "boolean", "check_kind", "describe", "epsilon", "fail", "finite",
-    "one_of", "positive_int", "probability", "readable", "show", "transformed",
-]  # fmt: skip
+    "BackendError",
+    "InputError",
+    "autocast_dtype",
+    "boolean",
+    "check_kind",
+    "describe",
+    "epsilon",
+    "fail",
+    "finite",
+    "one_of",
+    "positive_int",
+    "probability",
+    "readable",
+    "show",
+    "transformed",
+]
 
 
 def describe(value: object) -> str:

@@ -92,9 +92,14 @@ class _Plan:
 
 
 def convert(
-    model: nn.Module, norm: str | None = "layer",
-    *, layer_norm: bool = True, include: Selection = None, exclude: Selection = None, **options: Any,
-) -> Conversion:  # fmt: skip
+    model: nn.Module,
+    norm: str | None = "layer",
+    *,
+    layer_norm: bool = True,
+    include: Selection = None,
+    exclude: Selection = None,
+    **options: Any,
+) -> Conversion:
     """Replace every RNN, LSTM, GRU, cell and LayerNorm of ``torch.nn`` in a model by lamina's, in place.
 
     Parameters stay the same objects, so tied weights and ``requires_grad`` are kept, as are devices, dtypes, training

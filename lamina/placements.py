@@ -51,47 +51,67 @@ _LSTM = (
     Placement(
         "paper",
         "[i f g o] = LN(W_x x) + LN(W_h h) + b; c = s(f) c' + s(i) tanh(g); h = s(o) tanh(LN(c)); c carried raw",
-        "Ba, Kiros, Hinton 2016, appendix; Haste", ih=(4,), hh=(4,), cell=(1,),
+        "Ba, Kiros, Hinton 2016, appendix; Haste",
+        ih=(4,),
+        hh=(4,),
+        cell=(1,),
     ),
     Placement(
         "cell",
         "[i f g o] = W_x x + W_h h + b; c = s(f) c' + s(i) tanh(g); h = s(o) tanh(LN(c)); c carried raw",
-        "Ba, Kiros, Hinton 2016, DRAW experiment", cell=(1,),
+        "Ba, Kiros, Hinton 2016, DRAW experiment",
+        cell=(1,),
     ),
     Placement(
         "carry",
         "[i f g o] = LN(W_x x) + LN(W_h h) + b; c = LN(s(f) c' + s(i) tanh(g)); h = s(o) tanh(c)",
-        "PyTorch fastrnns; TensorFlow Addons LayerNormLSTMCell", ih=(4,), hh=(4,), cell=(1,), carry=True,
+        "PyTorch fastrnns; TensorFlow Addons LayerNormLSTMCell",
+        ih=(4,),
+        hh=(4,),
+        cell=(1,),
+        carry=True,
     ),
     Placement(
         "joint",
         "[i f g o] = LN(W_x x + W_h h) + b; c = LN(s(f) c' + s(i) tanh(g)); h = s(o) tanh(c)",
-        "torchaudio RNN-T", sum=(4,), cell=(1,), carry=True,
+        "torchaudio RNN-T",
+        sum=(4,),
+        cell=(1,),
+        carry=True,
     ),
     Placement(
         "gate",
         "k = LN(W_kx x + W_kh h) + b_k for each gate k; c = LN(s(f) c' + s(i) tanh(g)); h = s(o) tanh(c)",
-        "TensorFlow contrib LayerNormBasicLSTMCell", sum=(1, 1, 1, 1), cell=(1,), carry=True,
+        "TensorFlow contrib LayerNormBasicLSTMCell",
+        sum=(1, 1, 1, 1),
+        cell=(1,),
+        carry=True,
     ),
-)  # fmt: skip
+)
 
 _GRU = (
     Placement(
         "paper",
         "[r z] = LN(W_x x) + LN(W_h h) over 2H; n = tanh(LN(U_x x) + s(r) LN(U_h h)); h = (1-s(z)) n + s(z) h'",
-        "Ba, Kiros, Hinton 2016, appendix (which writes 1-z for our z)", ih=(2, 1), hh=(2, 1),
+        "Ba, Kiros, Hinton 2016, appendix (which writes 1-z for our z)",
+        ih=(2, 1),
+        hh=(2, 1),
     ),
     Placement(
         "split",
         "x = LN(W_x x), y = LN(W_h h) over 3H; r, z = s(x + y); n = tanh(x_n + r y_n); h = (1-z) n + z h'",
-        "Haste LayerNormGRU", ih=(3,), hh=(3,),
+        "Haste LayerNormGRU",
+        ih=(3,),
+        hh=(3,),
     ),
     Placement(
         "joint",
         "[r u n] = LN(W [x; h']) over 3H; h = s(u-1) tanh(s(r) n) + (1 - s(u-1)) h'",
-        "DreamerV2 and DreamerV3 ports", sum=(3,), dreamer=True,
+        "DreamerV2 and DreamerV3 ports",
+        sum=(3,),
+        dreamer=True,
     ),
-)  # fmt: skip
+)
 
 _RNN = (
     Placement("paper", "h = f(g/sigma (a - mu) + b), a = W_x x + W_h h'", "Ba, Kiros, Hinton 2016, Eq. 4", sum=(1,)),

@@ -19,7 +19,28 @@ from .rates import effective_rate, gain_metric
 from .training import Tracker, track
 
 __all__ = [
-    "FAMILIES", "METHODS", "Family", "FisherProduct", "Tracker", "blocks", "check_invariances", "closed_jacobian",
-    "effective_rate", "fisher", "flat", "gain_metric", "invariance_table", "jacobian", "kl", "measured_noise",
-    "metric", "model_noise", "null_directions", "orthogonality", "printed_jacobian", "regulariser", "track", "where",
-]  # fmt: skip
+    "FAMILIES",
+    "METHODS",
+    "Family",
+    "FisherProduct",
+    "Tracker",
+    "blocks",
+    "check_invariances",
+    "closed_jacobian",
+    "effective_rate",
+    "fisher",
+    "flat",
+    "gain_metric",
+    "invariance_table",
+    "jacobian",
+    "kl",
+    "measured_noise",
+    "metric",
+    "model_noise",
+    "null_directions",
+    "orthogonality",
+    "printed_jacobian",
+    "regulariser",
+    "track",
+    "where",
+]

@@ -56,9 +56,12 @@ def _errors(normalised: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def model_errors(
-    normalised: Tensor, cases: int, variance: str = "corrected", noise_shape: str = "case",
+    normalised: Tensor,
+    cases: int,
+    variance: str = "corrected",
+    noise_shape: str = "case",
     generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Draw shift and spread from Gaussians: Var xi_mu = 1/N, Var xi_sigma = 2/N, or the printed 1/N.
 
     noise_shape: "case" draws for each case and unit of ``normalised`` [..., N, H], as in the model; "unit" once for
@@ -132,9 +135,13 @@ def measured_noise(
 
 
 def model_noise(
-    population: Tensor, cases: int, batches: int = 1000, variance: str = "corrected", noise_shape: str = "case",
+    population: Tensor,
+    cases: int,
+    batches: int = 1000,
+    variance: str = "corrected",
+    noise_shape: str = "case",
     generator: torch.Generator | None = None,
-) -> Noise:  # fmt: skip
+) -> Noise:
     """Measure the same statistics for the Gaussian model of ``model_errors``."""
     generator = _generator(generator, population)
     normalised = _batches(population, cases, batches, generator)

@@ -21,9 +21,14 @@ PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 
 
 def option(
-    default: Any, help: str,
-    *, choices: Sequence[str] = (), sweep: bool = False, above: float | None = None, least: float | None = None,
-) -> Any:  # fmt: skip
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] = (),
+    sweep: bool = False,
+    above: float | None = None,
+    least: float | None = None,
+) -> Any:
     """Return the field of a setting; ``sweep`` lets the command line take several values (``--norm layer,none``)."""
     metadata = {"help": help, "choices": tuple(choices), "sweep": sweep, "above": above, "least": least}
     return field(default=default, metadata=metadata)

@@ -52,11 +52,19 @@ def measure(device: str, quick: bool, say: Callable[[str], None]) -> records.Rec
             case.values.append(_milliseconds(steps, updates))
         say(f"round {number + 1} of {rounds}")
     return {
-        "schema": records.SCHEMA, "kind": "bench", "name": "train", "title": "Training speed: milliseconds an update",
-        "environment": records.environment(), "experiment": "mnist", "device": accelerator.device.type,
-        "threads": torch.get_num_threads(), "batch_size": BATCH, "rounds": rounds, "updates_a_round": updates,
+        "schema": records.SCHEMA,
+        "kind": "bench",
+        "name": "train",
+        "title": "Training speed: milliseconds an update",
+        "environment": records.environment(),
+        "experiment": "mnist",
+        "device": accelerator.device.type,
+        "threads": torch.get_num_threads(),
+        "batch_size": BATCH,
+        "rounds": rounds,
+        "updates_a_round": updates,
         "rows": [_row(case, cases) for case in cases],
-    }  # fmt: skip
+    }
 
 
 def _cases(cuda: bool, quick: bool) -> list[Case]:

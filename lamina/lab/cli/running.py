@@ -139,10 +139,16 @@ QuietOption = Annotated[bool, typer.Option(help="no progress, only the results")
 
 
 def reproduce(
-    context: typer.Context, seeds: SeedsOption = None, runs: RunsOption = "runs/reproduce",
-    out: OutOption = "runs/reproduce", only: OnlyOption = "", jobs: JobsOption = None, device: DeviceOption = "auto",
-    quiet: QuietOption = False, epochs: Annotated[float | None, typer.Option(hidden=True)] = None,
-) -> None:  # fmt: skip
+    context: typer.Context,
+    seeds: SeedsOption = None,
+    runs: RunsOption = "runs/reproduce",
+    out: OutOption = "runs/reproduce",
+    only: OnlyOption = "",
+    jobs: JobsOption = None,
+    device: DeviceOption = "auto",
+    quiet: QuietOption = False,
+    epochs: Annotated[float | None, typer.Option(hidden=True)] = None,
+) -> None:
     """Run every experiment, small, on embedded data; write the report. Stop it and run it again: it goes on."""
     settings = Settings(
         root="embedded",
@@ -164,9 +170,13 @@ def paper(
     context: typer.Context,
     data: Annotated[str, typer.Option(help="folder of the real data sets")],
     hours: Annotated[float, typer.Option(help="save every run and stop after so long (default: no limit)")] = math.inf,
-    runs: RunsOption = "runs/paper", out: OutOption = "runs/paper", only: OnlyOption = "",
-    jobs: JobsOption = None, device: DeviceOption = "cpu", quiet: QuietOption = False,
-) -> None:  # fmt: skip
+    runs: RunsOption = "runs/paper",
+    out: OutOption = "runs/paper",
+    only: OnlyOption = "",
+    jobs: JobsOption = None,
+    device: DeviceOption = "cpu",
+    quiet: QuietOption = False,
+) -> None:
     """Run each experiment whose real data are there, sized for two cores; write the report. Run again to go on."""
     if not hours > 0:
         raise fail("--hours must be above 0", repr(hours), "Leave it out to run to the end.")

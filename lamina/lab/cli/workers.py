@@ -143,10 +143,15 @@ class Pool:
         # A session of its own: Ctrl-C reaches the parent alone, which passes it on once. A second would end a worker
         # before its checkpoint is written.
         process = subprocess.Popen(
-            [sys.executable, *PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            encoding="utf-8", errors="replace", start_new_session=True,
+            [sys.executable, *PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": str(max(1, cores() // self.limit)), "PYTHONIOENCODING": "utf-8"},
-        )  # fmt: skip
+        )
         worker = _Worker(process, threading.Thread(target=lambda: self._read(worker, process.stdout), daemon=True))
         worker.reader.start()
         self._workers.append(worker)

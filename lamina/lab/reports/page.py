@@ -105,9 +105,12 @@ class Report:
 
 
 def build(
-    paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str],
-    *, markdown: str | os.PathLike[str] | None = None, until: float | None = None,
-) -> Report:  # fmt: skip
+    paths: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    markdown: str | os.PathLike[str] | None = None,
+    until: float | None = None,
+) -> Report:
     """Write ``report.html``, RESULTS.md, figures and records under ``out``; the same input gives the same bytes.
 
     Args:

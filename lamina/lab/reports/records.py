@@ -148,12 +148,18 @@ def _run(
     seconds = rounded(summary.get("seconds", last.get("seconds", 0.0)))
     beside = summary.get("side_by_side", len(header["seeds"]))
     return {
-        "config": dict(header["config"]), "seed": seed, "finished": summary.get("finished") is True,
-        "steps": summary.get("steps", last.get("step", 0)), "seconds": seconds, "side_by_side": beside,
-        "engine": summary.get("engine"), "series": _series([line for line in own if line.get("kind") == "eval"]),
-        "extras": rounded(extras.get(str(seed), {})), "environment": header.get("environment", {}),
+        "config": dict(header["config"]),
+        "seed": seed,
+        "finished": summary.get("finished") is True,
+        "steps": summary.get("steps", last.get("step", 0)),
+        "seconds": seconds,
+        "side_by_side": beside,
+        "engine": summary.get("engine"),
+        "series": _series([line for line in own if line.get("kind") == "eval"]),
+        "extras": rounded(extras.get(str(seed), {})),
+        "environment": header.get("environment", {}),
         "command": shown_command(header.get("command") or ""),
-    }  # fmt: skip
+    }
 
 
 def _series(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:

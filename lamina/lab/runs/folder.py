@@ -149,9 +149,13 @@ class RunFolder:
         return read_json(self.path / name)
 
     def save(
-        self, step: int, weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any], state: Mapping[str, Any],
+        self,
+        step: int,
+        weights: Mapping[str, torch.Tensor],
+        optimizer: Mapping[str, Any],
+        state: Mapping[str, Any],
         best: float | None = None,
-    ) -> Path:  # fmt: skip
+    ) -> Path:
         """Write a checkpoint; keep the last two and the best, delete older ones once the new one is in place.
 
         Args:
@@ -307,9 +311,12 @@ def status(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise fail("a run folder must be a folder", str(folder), "Pass the folder of one run.")
     saved = checkpoints.listed(folder / CHECKPOINTS)
     return {
-        "header": read_json(folder / HEADER), "step": _last_step(folder), "checkpoint": saved[-1][0] if saved else None,
-        "finished": bool((read_json(folder / SUMMARY) or {}).get("finished")), "running": is_held(folder / LOCK),
-    }  # fmt: skip
+        "header": read_json(folder / HEADER),
+        "step": _last_step(folder),
+        "checkpoint": saved[-1][0] if saved else None,
+        "finished": bool((read_json(folder / SUMMARY) or {}).get("finished")),
+        "running": is_held(folder / LOCK),
+    }
 
 
 def _last_step(folder: Path) -> int:
