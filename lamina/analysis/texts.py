@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Texts:
-    """What can be read as a table: ``_texts`` returns its title, its columns and the words of its cells."""
+    """A result that prints as a table: ``_texts`` returns its title, its columns and the text of its cells."""
 
     def _texts(self) -> tuple[str, list[str], list[list[str]]]:
         raise NotImplementedError

@@ -156,7 +156,7 @@ class Verdict:
 
     @property
     def indicative(self) -> bool:
-        """Whether fewer seeds stand behind it than a headline needs."""
+        """Return whether the verdict rests on fewer seeds than a headline needs."""
         return self.interval is not None and self.interval.n < HEADLINE_SEEDS
 
 

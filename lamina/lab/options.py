@@ -47,7 +47,7 @@ class Settings:
     together: Annotated[int, whole("runs side by side on one device; 0 chooses", 0, 64)] = 0
     jobs: Annotated[int | None, whole("processes (default: cores; 1 on a GPU)", 1, 999)] = None
     resume: Annotated[bool, _option("go on where runs stopped; finished ones are passed over", "--resume")] = False
-    restart: Annotated[bool, _option("begin anew; what is there is moved to old-1, old-2 ...", "--restart")] = False
+    restart: Annotated[bool, _option("start again; existing files move to old-1, old-2 ...", "--restart")] = False
     keep_best: Annotated[bool, _option("keep the checkpoint that validates best")] = True
     quiet: Annotated[bool, _option("no progress, only the results", "--quiet")] = False
     command: str = ""

@@ -1,4 +1,4 @@
-"""What an experiment provides beside its settings: data, model, batches, loss and evaluations."""
+"""Functions that an experiment provides: data, model, batches, loss and evaluations."""
 
 from __future__ import annotations
 

@@ -411,7 +411,7 @@ class TestWords:
         done = build(tmp_path)
         assert only(list(done.records)).name == "toy-digits-laptop.json"
         assert "Permutation-invariant digits, Digits, laptop scale" in page_of(done).text
-        assert "12 s of training on 2 cores, A" in page_of(done).text
+        assert "12 s of training over all runs, 2 cores, A" in page_of(done).text
 
     @pytest.mark.parametrize("index", range(7))
     def test_figures_say_what_they_show(self, built, index):

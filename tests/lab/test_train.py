@@ -158,7 +158,7 @@ def test_the_clock_goes_on_where_it_was(tmp_path, say, monkeypatch):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # Python 3.12 on fork
 def test_ten_kills_lose_nothing(tmp_path):
     if torch.cuda.is_initialized():
-        pytest.skip("runs in forks of this process, which has used a GPU: tests/kills.py alone does the same")
+        pytest.skip("runs in forks of this process, which has used a GPU: tests/lab/kills.py alone does the same")
     short = dataclasses.replace(kills.JOB, config=dataclasses.replace(kills.JOB.config, epochs=10))
     found = kills.soak(10, tmp_path, seed=1, job=short)
     assert found["kills"] == 10

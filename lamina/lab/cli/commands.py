@@ -223,7 +223,7 @@ def evaluate(
     data: DataOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Measure a run's best checkpoint with what takes too long for training. Stop it and run it again: it goes on."""
+    """Run the evaluations that are too long for training on a run's best checkpoint. A second call resumes a first."""
     from ..runs.progress import Reporter
     from ..training.evaluate import evaluate as measure
 

@@ -149,7 +149,7 @@ def reproduce(
     quiet: QuietOption = False,
     epochs: Annotated[float | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Run every experiment, small, on embedded data; write the report. Stop it and run it again: it goes on."""
+    """Run every experiment at smoke scale on embedded data and write the report. A second call resumes a first."""
     settings = Settings(
         root="embedded",
         seeds=seeds,

@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _write(text: str) -> None:
-    """Write to standard output; once its reader has died the run goes on until its checkpoint is saved."""
+    """Write to standard output. If its reader has died, drop the text, so that the run can still save a checkpoint."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What the image classifiers share: data, batches, loss, evaluation."""
+"""Data, batches, loss and evaluations that the image classifiers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that ``lamina analyse`` shows: numbers computed anew, and their pictures and tables."""
+"""Numbers, pictures and tables of ``lamina analyse``."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """Where the report lies and what it says in short."""
+    """Paths of the report's files, and its sections."""
 
     html: Path
     markdown: Path
@@ -221,7 +221,7 @@ def _took(record: Record) -> str:
     shares = [((run.get("seconds") or 0.0), run.get("side_by_side") or 1) for run in record["runs"]]
     seconds = max([sum(took / beside for took, beside in shares), *(took for took, _ in shares)])
     minutes = f"{seconds / 60:,.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-    return f"{minutes} of training on {records.machines(record)}"
+    return f"{minutes} of training over all runs, {records.machines(record)}"
 
 
 def _fill_from_sheet(section: Section, record: Record, sheet: Sheet) -> None:
