@@ -77,6 +77,32 @@ def test_words_and_a_new_name_make_no_record_stale(package):
     assert marks(first, GPU, CPU, RUNS) == [[], [], ["Stale"]]
 
 
+FUNCTION = """
+def total(values, start=1):
+    found = start
+    for value in values:
+        found += value
+    return found
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "stale"),
+    [
+        ("found", "subtotal", False),
+        ("value in values", "value in reversed(values)", True),
+        ("start", "first", True),  # an argument's name is part of the call
+        ("=1", "=1.0", True),
+        ("total", "added", True),
+    ],
+)
+def test_a_local_variable_may_change_its_name(package, old, new, stale):
+    (package / "functional.py").write_text(FUNCTION)
+    git(package, "commit", "-q", "-a", "-m", "second")
+    (package / "functional.py").write_text(FUNCTION.replace(old, new))
+    assert marks(git(package, "rev-parse", "HEAD"), GPU) == [["Stale"] if stale else []]
+
+
 def test_what_git_cannot_tell_is_said(package, monkeypatch, tmp_path):
     first = git(package, "rev-parse", "HEAD")
     assert marks("0" * 40, GPU) == marks("--output=x", GPU) == [["Not checked"]]

@@ -34,7 +34,7 @@ CPU = Code(
     (*_RECURRENT, "streaming.py", "kernels/__init__.py", "kernels/fused.py", "kernels/given.py", "kernels/cpu*.py"),
 )
 TRAINING = Code("the training code or the layers that it trains", (*_TRAINING, _NO_NUMBERS))
-RUNS = Code("the training code or what saves its runs", (*_TRAINING, "lab/runs"))
+RUNS = Code("the training code or what saves its runs", (*_TRAINING, "lab/runs", ":!lab/runs/environment.py"))
 PACKAGE = Code("the package", (".",))
 
 # The first pattern that fits "kind name" counts. Claims are not covered: a report judges them anew.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 PACKAGE = Path(__file__).parents[2]
@@ -39,8 +40,9 @@ def environment() -> dict[str, Any]:
 def changed_since(commit: str, files: Sequence[str]) -> bool | None:
     """Return whether the code of ``files`` (pathspecs below the package) changed after ``commit``; None if unknown.
 
-    Comments, docstrings and imports are not code, and a renamed file is compared with itself. Git cannot tell without a
-    repository, or in a shallow one that lacks the commit. Anything but a commit's name is kept from git's command line.
+    Comments, docstrings, imports and the names of local variables are not code; a renamed file is compared with itself.
+    Git cannot tell without a repository, or in a shallow one that lacks the commit. Anything but a commit's name is
+    kept from git's command line.
     """
     if not re.fullmatch("[0-9a-f]{7,64}", commit) or not _git("ls-files", "--error-unmatch", "__init__.py"):
         return None
@@ -61,15 +63,23 @@ def _code_changed(commit: str, old: str, new: str) -> bool:
     return _code(before) != _code(path.read_text(encoding="utf-8"))
 
 
-def _code(source: str) -> str:
-    """Return a module's syntax tree without docstrings and imports."""
+def _code(source: str) -> tuple[Any, ...]:
+    """Return what Python runs of a module: no docstrings, no imports, and local variables as numbers."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
             kept = [line for line in body if not isinstance(line, (ast.Import, ast.ImportFrom)) and not _is_text(line)]
-            node.body = kept  # type: ignore[attr-defined]
-    return ast.dump(tree)
+            node.body = kept or [ast.Pass(lineno=1, col_offset=0)]  # type: ignore[attr-defined]
+    return _instructions(compile(tree, "", "exec", dont_inherit=True))
+
+
+def _instructions(code: CodeType) -> tuple[Any, ...]:
+    """Return a code object without its lines and the names of its local variables; arguments keep theirs."""
+    arguments = code.co_argcount + code.co_kwonlyargcount
+    names = code.co_name, code.co_names, code.co_varnames[:arguments], code.co_flags, len(code.co_freevars)
+    constants = [_instructions(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return (*names, *constants, code.co_code, getattr(code, "co_exceptiontable", b""))
 
 
 def _is_text(line: ast.stmt) -> bool:
