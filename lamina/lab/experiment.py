@@ -190,6 +190,7 @@ class Scale:
     values: several values by setting; every combination is trained, but for those in ``without``.
     tuned: what was chosen for a variant on other seeds; a row holds the axes' settings and the chosen ones.
     placebo: the variant that is trained with as many further seeds, to be compared with itself.
+    explores: the claim whose failure a change of settings could explain. Such runs change no verdict.
     """
 
     about: str  # data and time: "real MNIST, 40 minutes on two cores"
@@ -199,6 +200,7 @@ class Scale:
     without: tuple[Mapping[str, Any], ...] = ()
     tuned: tuple[Mapping[str, Any], ...] = ()
     placebo: Mapping[str, Any] = field(default_factory=dict)
+    explores: str = ""
 
 
 SCALES = ("smoke", "laptop", "paper")

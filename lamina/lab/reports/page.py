@@ -73,6 +73,8 @@ class Section:
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
+    experiment: str = ""
+    explores: str = ""  # the claim whose failure these runs explore; they count in no tally
 
     @property
     def heading(self) -> str:
@@ -95,13 +97,22 @@ class Report:
     sections: tuple[Section, ...]
     notes: tuple[str, ...]
 
+    def claims(self, real: bool) -> Tally:
+        """Count the verdicts on real data, or on stand-ins."""
+        counted = [section for section in self.sections if (section.kind == "real") is real and not section.explores]
+        return Tally.of(claim for section in counted for claim in section.claims)
+
     @property
     def real(self) -> Tally:
-        return Tally.of(claim for section in self.sections if section.kind == "real" for claim in section.claims)
+        return self.claims(real=True)
 
     @property
     def stand_in(self) -> Tally:
-        return Tally.of(claim for section in self.sections if section.kind != "real" for claim in section.claims)
+        return self.claims(real=False)
+
+    def explorations(self, section: Section, claim: str) -> list[Section]:
+        """Return the sections that explore why a claim of this section's experiment failed."""
+        return [s for s in self.sections if s.explores == claim and s.experiment == section.experiment and s.claims]
 
 
 def build(
@@ -201,6 +212,7 @@ def _section(record: Record, notes: list[str]) -> Section:
     data = str(record["data"].get("label", record["data"]["name"]))
     section = Section(records.name(record), record["experiment"], _scale_or_machine(record), record["data"]["kind"])
     section.badge, section.data, section.claims = records.badge(record), data, record["claims"]
+    section.experiment = record["experiment"]
     section.notes, section.stale = list(record.get("notes", [])), list(staleness.marks(record))
     section.took, section.commands, section.provenance = _took(record), records.commands(record), _provenance(record)
     sheet = verdicts.find_sheet(record["experiment"])
@@ -214,6 +226,8 @@ def _section(record: Record, notes: list[str]) -> Section:
 
 def _scale_or_machine(record: Record) -> str:
     """Return how large the runs are, or where they ran: what tells records of one experiment and data set apart."""
+    if verdicts.exploration(record):
+        return f"exploration “{record['scale'].replace('_', ' ')}”"
     return f"{record['scale']} scale" if record["scale"] else records.machines(record)
 
 
@@ -227,6 +241,8 @@ def _took(record: Record) -> str:
 def _fill_from_sheet(section: Section, record: Record, sheet: Sheet) -> None:
     section.title, section.paper = sheet.title, sheet.section
     section.about = sheet.described(run["config"] for run in record["runs"])
+    if explored := verdicts.exploration(record):
+        section.explores, section.about = explored.explores, f"Runs that change no verdict: {explored.about}."
     about_claims = (
         (figures.draw_claims(record, sheet), "Each pair of runs with the same seed, and the verdict that follows."),
         (figures.draw_levels(record, sheet), "The comparison on the way to the target: at shares of the improvement."),
@@ -351,7 +367,8 @@ def _machine(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _overall(found: Sequence[Record]) -> list[str]:
     """Return a sentence for each scale that has several claims on speed, on real data."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for record in (one for one in found if one["kind"] == "experiment" and one["data"]["kind"] == "real"):
+    experiments = [record for record in found if record["kind"] == "experiment" and record["data"]["kind"] == "real"]
+    for record in (one for one in experiments if not verdicts.exploration(one)):
         sheet = verdicts.find_sheet(record["experiment"])
         speed = {claim.name for claim in sheet.claims if isinstance(claim.measure, Speed)} if sheet else set()
         asked = [claim for claim in record["claims"] if claim["name"] in speed and claim["claimed"]]

@@ -16,7 +16,7 @@ from ..results import Results, settings_of
 
 if TYPE_CHECKING:
     from ..claims import Claim
-    from ..experiment import Number, Sheet
+    from ..experiment import Number, Scale, Sheet
 
 Record = dict[str, Any]
 
@@ -28,6 +28,13 @@ def find_sheet(experiment: str) -> Sheet | None:
     from ..experiments import SHEETS
 
     return SHEETS.get(experiment)
+
+
+def exploration(record: Record) -> Scale | None:
+    """Return the scale of a record whose runs explore why a claim failed; None for any other record."""
+    sheet = find_sheet(record["experiment"])
+    scale = sheet.scales.get(record["scale"]) if sheet else None
+    return scale if scale and scale.explores else None
 
 
 def variants(record: Record, sheet: Sheet) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
@@ -88,13 +95,14 @@ def judged(record: Record) -> Record:
     sheet = find_sheet(record["experiment"])
     if sheet is None:
         return {"summary": [], "claims": [], **record}
-    groups = variants(record, sheet)
+    groups, explored = variants(record, sheet), exploration(record)
     finished = results([run for _, runs in groups for run in runs])
+    claims = [claim for claim in sheet.claims if explored is None or claim.name == explored.explores]
     return {
         **record,
         "runs": [run for _, runs in groups for run in runs],
         "summary": [summarise(number, runs, settings, sheet) for settings, runs in groups for number in sheet.numbers],
-        "claims": [_told(claim, _verdict(claim, finished, sheet)) for claim in sheet.claims],
+        "claims": [_told(claim, _verdict(claim, finished, sheet)) for claim in claims],
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ...experiment import Axis, Config, Figure, Number, Panel, Scale, Sheet, option
 from ...results import Metric
@@ -112,6 +113,27 @@ SCALES = {
     ),
 }
 
+
+def _exploration(about: str, **settings: Any) -> Scale:
+    """Return layer norm at laptop scale but for ``settings``, to see when its border units are on less often."""
+    return Scale(
+        about=about,
+        seeds=5,
+        settings={**SCALES["laptop"].settings, "lr": 3e-3, **settings},
+        values={"norm": ("layer",)},
+        explores="border",
+    )
+
+
+EXPLORATIONS = {
+    "untrained": _exploration(
+        "the network at its start, after one update with a step size of 1e-9", updates=1, lr=1e-9
+    ),
+    "smaller_steps": _exploration("a tenth of the step size", lr=3e-4),
+    "wider": _exploration("32 and 64 channels, 256 units, as on the GPU", width=32, units=256),
+    "digits": _exploration("MNIST's digits, whose borders are empty; 2 epochs", dataset="mnist", epochs=2.0),
+}
+
 SHEET = Sheet(
     name="convnet",
     title="Convolutional networks",
@@ -123,7 +145,7 @@ SHEET = Sheet(
     config=ConvnetConfig,
     module="lamina.lab.experiments.convnet.model",
     axes=(Axis("norm", NORMS, "none"),),
-    scales=SCALES,
+    scales=SCALES | EXPLORATIONS,
     datasets=("cifar10", "cifar10_subset", "fashion_mnist", "mnist"),
     figures=FIGURES,
     numbers=(
