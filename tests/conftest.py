@@ -28,6 +28,9 @@ def _controlled():
     torch.manual_seed(0)
     # Deterministic mode fills torch.empty with NaN: a buffer that nobody writes cannot pass unseen.
     torch.use_deterministic_algorithms(True)
+    if torch.cuda.is_available():  # torch's own settings, which a training run in this process may have changed
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = True
     yield
     torch.use_deterministic_algorithms(False)
 

