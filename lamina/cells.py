@@ -37,9 +37,29 @@ class RecurrentCell(RecurrentModule):
     single_step = True
 
     def __init__(
-        self, input_size: int, hidden_size: int, bias: bool, device: Any, dtype: Any, options: Options
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        norm: str | None = "layer",
+        placement: str | None = None,
+        eps: float = 1e-5,
+        eps_mode: str = "var",
+        gain_init: float | None = None,
+        forget_bias: float | None = None,
+        zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0,
+        learn_initial_state: bool = False,
+        backend: str = "auto",
+        recompute: bool = False,
+        momentum: float | None = 0.1,
+        eval_statistics: str = "population",
+        max_steps: int | None = None,
     ) -> None:
-        super().__init__(input_size, hidden_size, 0, bias, options, device, dtype)
+        super().__init__(input_size, hidden_size, 0, bias, Options.of(locals()), device, dtype)
         if self.options.recompute:
             raise fail("recompute is only for layers, because a cell has one step", "recompute=True", "Drop it.")
         self._add_cell("", self.input_size)
@@ -50,8 +70,8 @@ class RecurrentCell(RecurrentModule):
         return [""]
 
     def extra_repr(self) -> str:
-        shown = [f"{self.input_size}, {self.hidden_size}"] + ([] if self.bias else ["bias=False"])
-        return ", ".join(shown + self._option_repr())
+        sizes = f"{self.input_size}, {self.hidden_size}" + ("" if self.bias else ", bias=False")
+        return ", ".join([sizes, *self._option_repr()])
 
     def recurrent_mask(self, batch_size: int) -> Tensor | None:
         """Draw the recurrent-dropout mask [B, H] of one sequence, to be passed to the call of every step."""
@@ -90,11 +110,12 @@ class RecurrentCell(RecurrentModule):
 
     def _remember(self, call: Any, input: Tensor, state: Any) -> None:
         """Cache the fused step for this kind of call if a fused backend serves it and no mask or mode is involved."""
-        options, own = self.options, self._parameters
+        options = self.options
         masked = options.zoneout or options.recurrent_dropout or options.learn_initial_state
         if masked or self.norm not in ("layer", None) or input.dim() != 2 or not _ordinary(input):
             return
-        path = functional.explain(self, input).path if all(name in own for name in self._fields) else ""
+        plain = all(name in self._parameters for name in self._fields)  # no parametrised weight
+        path = functional.explain(self, input).path if plain else ""
         if path:
             from .kernels import cell, forms, fused
 
@@ -111,14 +132,8 @@ class RecurrentCell(RecurrentModule):
         batched = input.dim() == 2
         x = input if batched else input.unsqueeze(0)
         state = self._default_state("", x.shape[0]) if hx is None else self._check_hx(hx, x, batched)
-        call = self._recurrence(
-            "",
-            x.unsqueeze(0),
-            state,
-            zoneout=self._zoneout(1, x.shape[0], x),
-            recurrent_mask=self._check_mask(recurrent_mask),
-            first_step=step,
-        )
+        zoneout, mask = self._zoneout(1, x.shape[0], x), self._check_mask(recurrent_mask)
+        call = self._recurrence("", x.unsqueeze(0), state, zoneout=zoneout, recurrent_mask=mask, first_step=step)
         result = functional.run(call, self.backend, single_step=True)
         self._remember(call, input, state)
         self._observe("", result.moments, x.shape[0], step)
@@ -127,11 +142,10 @@ class RecurrentCell(RecurrentModule):
     def _check_mask(self, mask: Tensor | None) -> Tensor | None:
         """Require a mask from the caller: only the caller knows where a sequence, and so a new mask, begins."""
         if mask is None and self.training and self.options.recurrent_dropout:
-            raise fail(
-                "recurrent_dropout in a cell needs the mask of the sequence",
-                "recurrent_mask=None",
-                "Draw mask = cell.recurrent_mask(batch_size) once per sequence and pass recurrent_mask=mask each step.",
+            remedy = (
+                "Draw mask = cell.recurrent_mask(batch_size) once per sequence and pass recurrent_mask=mask each step."
             )
+            raise fail("recurrent_dropout in a cell needs the mask of the sequence", "recurrent_mask=None", remedy)
         return mask
 
     def _check_input(self, input: Any) -> None:
@@ -182,7 +196,7 @@ class RNNCell(RecurrentCell):
         max_steps: int | None = None,
     ) -> None:
         one_of("nonlinearity", nonlinearity, ("tanh", "relu"))
-        super().__init__(input_size, hidden_size, bias, device, dtype, Options.of(locals()))
+        super().__init__(input_size, hidden_size, bias, device, dtype, **vars(Options.of(locals())))
         self.nonlinearity = nonlinearity
 
 
@@ -192,59 +206,9 @@ class GRUCell(RecurrentCell):
 
     cell = "GRU"
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        norm: str | None = "layer",
-        placement: str | None = None,
-        eps: float = 1e-5,
-        eps_mode: str = "var",
-        gain_init: float | None = None,
-        forget_bias: float | None = None,
-        zoneout: float | tuple[float, float] = 0.0,
-        recurrent_dropout: float = 0.0,
-        learn_initial_state: bool = False,
-        backend: str = "auto",
-        recompute: bool = False,
-        momentum: float | None = 0.1,
-        eval_statistics: str = "population",
-        max_steps: int | None = None,
-    ) -> None:
-        super().__init__(input_size, hidden_size, bias, device, dtype, Options.of(locals()))
-
 
 @with_options
 class LSTMCell(RecurrentCell):
     """One step of ``lamina.LSTM``. Positional arguments are those of ``torch.nn.LSTMCell``."""
 
     cell = "LSTM"
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        norm: str | None = "layer",
-        placement: str | None = None,
-        eps: float = 1e-5,
-        eps_mode: str = "var",
-        gain_init: float | None = None,
-        forget_bias: float | None = None,
-        zoneout: float | tuple[float, float] = 0.0,
-        recurrent_dropout: float = 0.0,
-        learn_initial_state: bool = False,
-        backend: str = "auto",
-        recompute: bool = False,
-        momentum: float | None = 0.1,
-        eval_statistics: str = "population",
-        max_steps: int | None = None,
-    ) -> None:
-        super().__init__(input_size, hidden_size, bias, device, dtype, Options.of(locals()))

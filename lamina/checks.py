@@ -8,25 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .errors import BackendError, InputError, fail, one_of, show
-
-__all__ = [
-    "BackendError",
-    "InputError",
-    "autocast_dtype",
-    "boolean",
-    "check_kind",
-    "describe",
-    "epsilon",
-    "fail",
-    "finite",
-    "one_of",
-    "positive_int",
-    "probability",
-    "readable",
-    "show",
-    "transformed",
-]
+from .errors import BackendError as BackendError  # the errors and their helpers are imported from here too
+from .errors import InputError as InputError
+from .errors import fail as fail
+from .errors import one_of as one_of
+from .errors import show as show
 
 
 def describe(value: object) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from .baselines import weight_norm_gain
 from .cells import GRUCell, LSTMCell, RNNCell
 from .checks import describe, fail, one_of
 from .layers import LayerNorm
-from .options import Options
+from .options import Options, initial_values_discarded
 from .placements import NORMS
 from .recurrent import GRU, LSTM, RNN
 from .recurrent_module import RecurrentModule
@@ -249,33 +249,24 @@ def _reason_to_skip(module: nn.Module) -> str | None:
 
 def _reason_of_contents(module: nn.Module) -> str | None:
     """Return why the parameters prevent conversion: renamed by weight norm, spectral norm or pruning, or added."""
-    own = {name for name, parameter in module._parameters.items() if parameter is not None}
-    unexpected = own ^ _torch_parameters(module)
-    unexpected |= {name for name, _ in module.named_buffers(recurse=False)} | set(module._modules)
+    expected, names = ({n for n, p in m._parameters.items() if p is not None} for m in (_plain(module), module))
+    unexpected = (names ^ expected) | {name for name, _ in module.named_buffers(recurse=False)} | set(module._modules)
     if not unexpected:
         return None
     return f"its parameters are not those of a plain {type(module).__name__}: {', '.join(sorted(unexpected))}"
 
 
-def _torch_parameters(module: nn.Module) -> set[str]:
-    """Return the parameter names of a plain torch module of this type and these options."""
-    if isinstance(module, nn.LayerNorm):
-        return {"weight", *(["bias"] if module.bias is not None else [])} if module.elementwise_affine else set()
-    if isinstance(module, nn.RNNBase):
-        return {name for cell in module._all_weights for name in cell}
-    return {"weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if module.bias else [])}
+def _plain(module: nn.Module) -> nn.Module:
+    return _built(type(module), module, torch.device("meta"))
 
 
 def _replacement(module: nn.Module, options: dict[str, Any]) -> nn.Module:
     like = next(module.parameters(), None)
     factory: dict[str, Any] = {} if like is None else {"device": like.device, "dtype": like.dtype}
-    with _kept_random_state(like), warnings.catch_warnings():
-        # nn.LSTM has already given this warning.
-        warnings.filterwarnings("ignore", message="dropout acts between recurrent layers")
-        if isinstance(module, nn.LayerNorm):
-            new: nn.Module = LayerNorm(**_layer_norm_arguments(module), **factory)
-        else:
-            new = RECURRENT[type(module)](**_recurrent_arguments(module), **factory, **options)
+    if type(module) is nn.LayerNorm:
+        new = _built(LayerNorm, module, **factory)
+    else:
+        new = _built(RECURRENT[type(module)], module, **factory, **options)
     for name, parameter in module._parameters.items():
         if parameter is not None:
             setattr(new, name, parameter)
@@ -284,24 +275,20 @@ def _replacement(module: nn.Module, options: dict[str, Any]) -> nn.Module:
     return new.train(module.training)
 
 
-def _kept_random_state(like: torch.Tensor | None) -> AbstractContextManager[None]:
-    """Keep the user's random state: constructors draw initial values that are then discarded."""
-    return torch.random.fork_rng(devices=[like.device] if like is not None and like.is_cuda else [])
+def _built(kind: type[nn.Module], like: nn.Module, device: Any = None, **options: Any) -> nn.Module:
+    """Build a module of type ``kind``, torch's or lamina's, with the constructor arguments of ``like``."""
+    with initial_values_discarded(device), warnings.catch_warnings():
+        # nn.LSTM has already given the warning.
+        warnings.filterwarnings("ignore", message="dropout (option adds|acts between recurrent layers)")
+        return kind(**_arguments(like), device=device, **options)
 
 
-def _layer_norm_arguments(module: nn.LayerNorm) -> dict[str, Any]:
-    same = {name: getattr(module, name) for name in ("normalized_shape", "eps", "elementwise_affine")}
-    return {**same, "bias": module.bias is not None}
-
-
-def _recurrent_arguments(module: nn.Module) -> dict[str, Any]:
-    names = ["input_size", "hidden_size", "bias"]
-    if isinstance(module, nn.RNNBase):
-        names += ["num_layers", "batch_first", "dropout", "bidirectional"]
-    if isinstance(module, nn.LSTM):
-        names.append("proj_size")
-    if isinstance(module, (nn.RNN, nn.RNNCell)):
-        names.append("nonlinearity")
+def _arguments(module: nn.Module) -> dict[str, Any]:
+    if isinstance(module, nn.LayerNorm):
+        same = {name: getattr(module, name) for name in ("normalized_shape", "eps", "elementwise_affine")}
+        return {**same, "bias": module.bias is not None}
+    parameters = inspect.signature(RECURRENT[type(module)]).parameters.values()  # torch's come first, by position
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in ("device", "dtype")]
     flags = ("bias", "batch_first", "bidirectional")  # torch does not check the type of some of them
     return {name: bool(getattr(module, name)) if name in flags else getattr(module, name) for name in names}
 
@@ -323,9 +310,9 @@ def _initialise_added(new: nn.Module, old: nn.Module) -> None:
 
 def _copy_attributes(old: nn.Module, new: nn.Module) -> None:
     """Copy attributes that the user added to the module, since other code may read them."""
-    plain = type(old)(1, device="meta") if isinstance(old, nn.LayerNorm) else type(old)(1, 1, device="meta")
+    plain = vars(_plain(old))
     for name, value in vars(old).items():
-        if name not in vars(plain) and not hasattr(new, name):
+        if name not in plain and not hasattr(new, name):
             setattr(new, name, value)
 
 

@@ -258,11 +258,8 @@ def _under_autocast(call: Recurrence) -> Recurrence:
     w = reference.effective_weights(call)
     if call.norm == "weight":
         w = w._replace(gain_ih=None, gain_hh=None, gain_hr=None)
-    w = w._replace(
-        weight_ih=w.weight_ih.to(dtype),
-        weight_hh=w.weight_hh.to(dtype),
-        weight_hr=None if w.weight_hr is None else w.weight_hr.to(dtype),
-    )
+    projection = None if w.weight_hr is None else w.weight_hr.to(dtype)
+    w = w._replace(weight_ih=w.weight_ih.to(dtype), weight_hh=w.weight_hh.to(dtype), weight_hr=projection)
     norm = None if call.norm == "weight" else call.norm
     return replace(call, input=call.input.to(dtype), weights=w, norm=norm)
 
@@ -286,15 +283,11 @@ def explain(target: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -
     if target is layer_norm:
         shape, weight, residual = (arguments[name] for name in ("normalized_shape", "weight", "residual"))
         return choose(norm_request(x, tuple(shape), eps, mode, weight, residual), backend)
-    cell, norm, w = cells[target], arguments["norm"], arguments["weights"]
-    where = resolve(cell, norm, arguments["placement"])
-    dtype = autocast_dtype(x) or x.dtype
-    request = Request(
-        "recurrence", x.device, dtype, eps, mode, cell, norm, where.name, False,
-        w.weight_hh.shape[0] // GATES[cell], x.shape[1], w.weight_hr is not None, transformed(x, w.weight_hh),
-        arguments.get("nonlinearity", "tanh"), recompute=arguments["recompute"],
-    )  # fmt: skip
-    return choose(request, backend)
+    cell, norm, weights = cells[target], arguments["norm"], arguments["weights"]
+    where, nonlinearity = resolve(cell, norm, arguments["placement"]), arguments.get("nonlinearity", "tanh")
+    recompute = arguments["recompute"]
+    call = Recurrence(cell, x, (), weights, norm, where, eps, mode, nonlinearity, recompute=recompute)
+    return choose(replace(_request(call, False), dtype=autocast_dtype(x) or x.dtype), backend)
 
 
 def _explain_module(layer: nn.Module, *args: Any) -> Choice:

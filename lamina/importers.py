@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .cells import GRUCell, LSTMCell
 from .checks import describe, epsilon, fail, one_of
+from .options import initial_values_discarded
 from .recurrent import GRU, LSTM
 
 ONE_CELL = re.compile(r"()()(.+)")
@@ -450,8 +451,7 @@ def _build(
     }
     first = cells[0, 0]
     device = torch.device(options.pop("device", None) or first.weights["weight_ih"].device)
-    # The constructor draws values that are discarded, so keep the user's random state unchanged.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with initial_values_discarded(device):
         module = module_type(first.input_size, first.hidden_size, device=device, dtype=_one_dtype(named), **options)
     with torch.no_grad():
         for name, tensor in named.items():

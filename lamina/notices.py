@@ -40,7 +40,7 @@ def warn(name: str, **details: object) -> None:
     """Emit a warning of ``WARNINGS``, once per process."""
     if name not in _given:
         _given.add(name)
-        warnings.warn(WARNINGS[name].format(**details), SlowPathWarning, stacklevel=_callers_level())
+        warnings.warn(WARNINGS[name].format(**details), SlowPathWarning, stacklevel=callers_level())
 
 
 # torch.compile runs ``warn`` while tracing and records nothing in the graph. This is what
@@ -48,7 +48,7 @@ def warn(name: str, **details: object) -> None:
 warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """Return the stacklevel that makes the calling function's warning point outside this package and torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in OUTSIDE:

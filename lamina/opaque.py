@@ -7,6 +7,7 @@ T = 1000, and a new graph for each T). The operator's backward recomputes the re
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,16 +90,13 @@ def _recurrence(
 
 
 @_recurrence.register_fake
-def _(
-    tensors: Sequence[Tensor], names: str, cell: str, norm: str, placement: str,
-    eps: float, eps_mode: str, nonlinearity: str, reverse: bool, rates: Sequence[float], first_step: int,
-) -> list[Tensor]:  # fmt: skip
-    call = _rebuild(tensors, names, cell, norm, placement, eps, eps_mode, nonlinearity, reverse, rates, first_step)
-    x, hidden = call.input, call.weights.weight_ih.shape[0] // GATES[cell]
+def _(*arguments: Any) -> list[Tensor]:
+    call = _rebuild(*arguments)
+    x, gates = call.input, GATES[call.cell]
     outputs = [x.new_empty((x.shape[0], *call.state_shapes()[0]))]
     outputs += [x.new_empty(shape) for shape in call.state_shapes()]
     for site in _moment_sites(call):
-        width = hidden if site == "cell" else hidden * GATES[cell]
+        width = call.weights.weight_ih.shape[0] // (gates if site == "cell" else 1)
         outputs += [x.new_empty((x.shape[0], width), dtype=statistics_dtype(x.dtype)) for _ in range(2)]
     return outputs
 

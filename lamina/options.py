@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -125,6 +126,11 @@ def parameter_shapes(
     if bias and where.cell:
         shapes["bias_cell"] = (hidden_size,)
     return shapes
+
+
+def initial_values_discarded(device: torch.device | None) -> AbstractContextManager[None]:
+    """Keep the user's random state while a constructor draws values that are replaced at once."""
+    return torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else [])
 
 
 def initialise(parameters: Mapping[str, Tensor], cell: str, hidden_size: int, options: Options) -> None:

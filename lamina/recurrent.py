@@ -7,7 +7,7 @@ Letters: T steps, B cases, D inputs, H hidden, P = proj_size or H.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from . import functional
+from . import functional, notices
 from .checks import boolean, describe, fail, one_of, positive_int, probability, readable, show
 from .options import Options, with_options
 from .placements import STATES
@@ -36,18 +36,23 @@ class RecurrentLayer(RecurrentModule):
     """Stack of recurrent layers over whole sequences, in one or both directions."""
 
     def __init__(
-        self, input_size: int, hidden_size: int, num_layers: int, bias: bool, batch_first: bool, dropout: float,
-        bidirectional: bool, proj_size: int, device: Any, dtype: Any, options: Options,
+        self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False,
+        dropout: float = 0.0, bidirectional: bool = False, proj_size: int = 0, device: Any = None, dtype: Any = None,
+        *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
+        gain_init: float | None = None, forget_bias: float | None = None, zoneout: float | tuple[float, float] = 0.0,
+        recurrent_dropout: float = 0.0, learn_initial_state: bool = False, backend: str = "auto",
+        recompute: bool = False, momentum: float | None = 0.1, eval_statistics: str = "population",
+        max_steps: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(input_size, hidden_size, proj_size, bias, options, device, dtype)
+        super().__init__(input_size, hidden_size, proj_size, bias, Options.of(locals()), device, dtype)
         _check_projection(self.cell, proj_size, hidden_size)
         self.num_layers = positive_int("num_layers", num_layers)
         self.batch_first = boolean("batch_first", batch_first)
         self.dropout = _check_dropout(dropout, num_layers)
         self.bidirectional = boolean("bidirectional", bidirectional)
-        for layer, suffix in self._cells():
-            width = self.input_size if layer == 0 else self.output_size * self.num_directions
-            self._add_cell(suffix, width)
+        for index, suffix in enumerate(self._suffixes()):
+            first = index < self.num_directions
+            self._add_cell(suffix, self.input_size if first else self.output_size * self.num_directions)
         self.reset_parameters()
 
     @property
@@ -59,13 +64,9 @@ class RecurrentLayer(RecurrentModule):
         """Torch's name of the layer type: LSTM, GRU, RNN_TANH or RNN_RELU."""
         return f"RNN_{self.nonlinearity.upper()}" if self.cell == "RNN" else self.cell
 
-    def _cells(self) -> Iterator[tuple[int, str]]:
-        for layer in range(self.num_layers):
-            for direction in ("", "_reverse")[: self.num_directions]:
-                yield layer, f"_l{layer}{direction}"
-
     def _suffixes(self) -> list[str]:
-        return [suffix for _, suffix in self._cells()]
+        directions = ("", "_reverse")[: self.num_directions]
+        return [f"_l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
 
     @property
     def all_weights(self) -> list[list[nn.Parameter]]:
@@ -76,15 +77,10 @@ class RecurrentLayer(RecurrentModule):
         """Do nothing: the method exists for compatibility with torch, and there is no flat weight buffer."""
 
     def extra_repr(self) -> str:
-        shown = [f"{self.input_size}, {self.hidden_size}"]
-        if self.proj_size:
-            shown.append(f"proj_size={self.proj_size}")
-        if self.num_layers != 1:
-            shown.append(f"num_layers={self.num_layers}")
-        for name, default in (("bias", True), ("batch_first", False), ("dropout", 0.0), ("bidirectional", False)):
-            if getattr(self, name) != default:
-                shown.append(f"{name}={getattr(self, name)}")
-        return ", ".join(shown + self._option_repr())
+        names = ("proj_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
+        defaults = dict(zip(names, (0, 1, True, False, 0.0, False)))
+        changed = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != defaults[name]]
+        return ", ".join([f"{self.input_size}, {self.hidden_size}", *changed, *self._option_repr()])
 
     def permute_hidden(self, hx: Any, permutation: Tensor | None) -> Any:
         """Reorder the cases of a state, as torch.nn does for packed input."""
@@ -122,7 +118,7 @@ class RecurrentLayer(RecurrentModule):
             return self._run_unbatched(input, hx, lengths, resets, reset_state)
         if self.batch_first:
             input = input.transpose(0, 1)
-            resets = resets if resets is None else self._time_major_resets(resets, input)
+            resets = None if resets is None else self._time_major_resets(resets, input)
         starts = self._starts(hx, resets, reset_state, input, 3)
         output, state = self._run_stack(input, starts, self._lengths(lengths, input), resets)
         return (output.transpose(0, 1) if self.batch_first else output), state
@@ -185,23 +181,19 @@ class RecurrentLayer(RecurrentModule):
 
     def _stacks(self, x: Tensor, starts: Sequence[Start]) -> bool:
         """Return whether one kernel call runs all layers; draws no random numbers."""
-        if self.num_layers == 1 or self.bidirectional or self.norm == "batch" or not x.shape[0]:
-            return False
-        if not (x.is_cuda or self.backend == "triton"):
+        on_gpu = x.is_cuda or self.backend == "triton"
+        if self.num_layers == 1 or self.bidirectional or self.norm == "batch" or not x.shape[0] or not on_gpu:
             return False
         first = self._recurrence(self._suffixes()[0], x, starts[0].state)
         return functional.stacks(first, self.num_layers, self.backend)
-
-    def _inputs(self, x: Tensor) -> list[tuple[str, Tensor]]:
-        """Return suffix and input of each layer; above the first, an expanded placeholder that takes no memory."""
-        placeholder = x.new_zeros(()).expand(*x.shape[:2], self.output_size)
-        return [(suffix, placeholder if layer else x) for layer, suffix in self._cells()]
 
     def _run_as_one(
         self, x: Tensor, starts: Sequence[Start], lengths: Tensor | None, resets: Tensor | None
     ) -> tuple[Tensor, State]:
         """Run all layers of a unidirectional stack in shared kernel launches."""
-        calls = [self._call(*cell, start, lengths, resets) for cell, start in zip(self._inputs(x), starts)]
+        placeholder = x.new_zeros(()).expand(*x.shape[:2], self.output_size)  # expanded: it takes no memory
+        inputs = [x] + [placeholder] * (self.num_layers - 1)
+        calls = [self._call(*cell, lengths, resets) for cell in zip(self._suffixes(), inputs, starts)]
         masks: list[Tensor | None] = [None] * (self.num_layers - 1)
         if self.training and self.dropout:
             masks = [F.dropout(x.new_ones(call.input.shape), self.dropout) for call in calls[1:]]
@@ -213,13 +205,12 @@ class RecurrentLayer(RecurrentModule):
         counts: Tensor | int,
     ) -> list[SequenceResult]:  # fmt: skip
         """Run one layer in its one or two directions."""
-        count = self.num_directions
-        cells = [(self._suffixes()[k], starts[k]) for k in range(layer * count, (layer + 1) * count)]
-        calls = [
-            self._call(suffix, x, start, lengths, resets, reverse=k > 0) for k, (suffix, start) in enumerate(cells)
-        ]
+        part = slice(layer * self.num_directions, (layer + 1) * self.num_directions)
+        suffixes = self._suffixes()[part]
+        cells = zip(suffixes, starts[part], (False, True))
+        calls = [self._call(suffix, x, start, lengths, resets, reverse) for suffix, start, reverse in cells]
         results = functional.run_directions(calls, self.backend)
-        for (suffix, _), result in zip(cells, results):
+        for suffix, result in zip(suffixes, results):
             self._observe(suffix, result.moments, counts)
         return results
 
@@ -228,8 +219,7 @@ class RecurrentLayer(RecurrentModule):
         reverse: bool = False,
     ) -> Recurrence:  # fmt: skip
         """Describe one cell's run over the sequence and draw its masks."""
-        steps, batch = x.shape[:2]
-        zoneout, mask = self._zoneout(steps, batch, x), self._draw_recurrent_mask(batch, x)
+        zoneout, mask = self._zoneout(x.shape[0], x.shape[1], x), self._draw_recurrent_mask(x.shape[1], x)
         return self._recurrence(
             suffix, x, start.state, lengths=lengths, resets=resets, reverse=reverse, zoneout=zoneout,
             recurrent_mask=mask, reset_state=start.reset_state,
@@ -324,7 +314,7 @@ def _check_dropout(dropout: object, num_layers: int) -> float:
         warnings.warn(
             "dropout acts between recurrent layers, so a non-zero dropout expects num_layers greater than 1, "
             f"but got dropout={dropout} and num_layers={num_layers}",
-            stacklevel=4,
+            stacklevel=notices.callers_level(),
         )
     return rate
 
@@ -363,7 +353,7 @@ class RNN(RecurrentLayer):
     ) -> None:  # fmt: skip
         super().__init__(
             input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
-            device, dtype, Options.of(locals()),
+            device, dtype, **vars(Options.of(locals())),
         )  # fmt: skip
         one_of("nonlinearity", nonlinearity, ("tanh", "relu"))
         self.nonlinearity = nonlinearity
@@ -394,7 +384,7 @@ class GRU(RecurrentLayer):
     ) -> None:  # fmt: skip
         super().__init__(
             input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
-            device, dtype, Options.of(locals()),
+            device, dtype, **vars(Options.of(locals())),
         )  # fmt: skip
 
 
@@ -416,17 +406,3 @@ class LSTM(RecurrentLayer):
     """
 
     cell = "LSTM"
-
-    def __init__(
-        self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False,
-        dropout: float = 0.0, bidirectional: bool = False, proj_size: int = 0, device: Any = None, dtype: Any = None,
-        *, norm: str | None = "layer", placement: str | None = None, eps: float = 1e-5, eps_mode: str = "var",
-        gain_init: float | None = None, forget_bias: float | None = None, zoneout: float | tuple[float, float] = 0.0,
-        recurrent_dropout: float = 0.0, learn_initial_state: bool = False, backend: str = "auto",
-        recompute: bool = False, momentum: float | None = 0.1, eval_statistics: str = "population",
-        max_steps: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
-            device, dtype, Options.of(locals()),
-        )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -105,9 +106,9 @@ class RecurrentModule(nn.Module):
                 self._statistics(suffix).reset()
 
     def _weights(self, suffix: str) -> CellWeights:
-        own = self._parameters  # faster than getattr, which only parametrised weights need
+        stored = self._parameters  # faster than getattr, which only parametrised weights need
         names = [field + suffix for field in self._fields]
-        tensors: list[Any] = [own[name] if name in own else getattr(self, name) for name in names]
+        tensors: list[Any] = [stored[name] if name in stored else getattr(self, name) for name in names]
         return CellWeights(**dict(zip(self._fields, tensors)))
 
     def _statistics(self, suffix: str) -> StepStatistics:
@@ -185,10 +186,7 @@ class RecurrentModule(nn.Module):
         return int(x.shape[0 if self.single_step or getattr(self, "batch_first", False) else 1])
 
     def _option_repr(self) -> list[str]:
-        shown = [f"norm={self.norm!r}"] + ([f"placement={self.placement!r}"] if self.placement else [])
-        defaults = Options()
-        for name in vars(defaults):
-            value = getattr(self.options, name)
-            if name not in ("norm", "placement") and value != getattr(defaults, name):
-                shown.append(f"{name}={value!r}")
-        return shown
+        others = replace(self.options, norm="layer", placement=None)
+        options = {"norm": self.norm, **({"placement": self.placement} if self.placement else {})}
+        options |= {name: value for name, value in vars(others).items() if value != getattr(Options, name)}
+        return [f"{name}={value!r}" for name, value in options.items()]

@@ -94,15 +94,12 @@ class Stream:
         steps: list[Any] = []
         for suffix in self.layer._suffixes():
             zoneout = self.layer._zoneout(1, self.batch_size, x)
-            call = self.layer._recurrence(suffix, x, (None, None)[: self._states()], zoneout=zoneout)
+            call = self.layer._recurrence(suffix, x, (None,) * len(self.layer.state_sizes), zoneout=zoneout)
             steps.append(Step(call))
             if len(steps) > 1:
                 steps[-1].read(steps[-2].output.data_ptr())
             x = x.new_zeros(1, self.batch_size, self.layer.hidden_size)
         return steps
-
-    def _states(self) -> int:
-        return len(self.layer.state_sizes)
 
     @torch.no_grad()
     def reset(self, state: Any = None, cases: Any = None) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -113,11 +114,8 @@ def flat(model: nn.Module) -> Tensor:
 
 def where(model: nn.Module) -> dict[str, slice]:
     """Return the slice of the flat vector that belongs to each parameter."""
-    slices, start = {}, 0
-    for name, parameter in trained_parameters(model).items():
-        slices[name] = slice(start, start + parameter.numel())
-        start += parameter.numel()
-    return slices
+    sizes = {name: parameter.numel() for name, parameter in trained_parameters(model).items()}
+    return {name: slice(end - sizes[name], end) for name, end in zip(sizes, accumulate(sizes.values()))}
 
 
 class FisherProduct:

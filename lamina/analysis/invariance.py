@@ -22,7 +22,7 @@ from ..placements import NORMS
 from . import transforms
 from .statistics_checks import weight_products
 from .texts import Texts
-from .transforms import Draw, Probe, Transform, deviation, with_draw
+from .transforms import Draw, Probe, Transform, deviation
 
 EXACT = 1e-10  # upper limit of float64 rounding in an invariance; every real dependence is far above it
 
@@ -150,9 +150,9 @@ def _entry(name: str, layer: Linear, x: Tensor, draw: Draw) -> Entry:
     place, transform, invariant_norms = {**PAPER_ROWS, **BEYOND_ROWS}[name]
     if place == "summed":
         layer, x = _with_offset(layer, x)
-    probe, change = Probe(layer, (x,)), with_draw(transform, draw)
+    probe = Probe(layer, (x,), draw)
     old = probe.outputs()
-    new = probe.outputs({"weight": change}) if place == "weight" else probe.outputs(data=change)
+    new = probe.outputs({"weight": transform}) if place == "weight" else probe.outputs(data=transform)
     moved, paper = deviation(new, old), "invariant" if layer.norm in invariant_norms else "not"
     bound = _eps_bound(layer, x, transform, draw) / float(old[0].abs().max()) if paper == "invariant" else None
     tolerance = EXACT + (bound or 0.0)

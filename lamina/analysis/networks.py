@@ -13,7 +13,7 @@ from ..checks import fail, finite, one_of
 from ..recurrent_module import RecurrentModule
 from . import transforms
 from .texts import Texts
-from .transforms import Change, Draw, Probe, Transform, deviation, with_draw
+from .transforms import Draw, Probe, Transform, deviation
 
 WEIGHT_CHANGES: dict[str, Transform] = {
     "scaled": transforms.scale,
@@ -70,14 +70,11 @@ class Report(Texts):
     def _texts(self) -> tuple[str, list[str], list[list[str]]]:
         title = f"Invariances, delta = {self.delta:g}, tolerance = {self.tolerance:.1e}"
         head = ["weight", "transformation", "verdict", "deviation", "without eps", "eps bound"]
-        return (
-            title,
-            head,
-            [
-                [f.where, f.transform, f.verdict, f"{f.deviation:.1e}", f"{f.without_eps:.1e}", f"{f.eps_bound:.1e}"]
-                for f in self.findings
-            ],
-        )
+        cells = [
+            [f.where, f.transform, f.verdict, f"{f.deviation:.1e}", f"{f.without_eps:.1e}", f"{f.eps_bound:.1e}"]
+            for f in self.findings
+        ]
+        return title, head, cells
 
 
 def check_invariances(
@@ -106,7 +103,7 @@ def check_invariances(
     axis = _case_axis(model, arguments[0]) if case_axis is None else case_axis
     measure = _Measure(model, arguments, Draw(delta, case_axis=axis), tolerance)
     findings = [f for where, names in weights.items() for f in measure.weight(where, names)]
-    return Report((*findings, *measure.data()), measure.draw.delta, measure.tolerance)
+    return Report((*findings, *measure.data()), measure.probe.draw.delta, measure.tolerance)
 
 
 def _case_axis(model: nn.Module, first: Any) -> int:
@@ -142,31 +139,25 @@ class _Measure:
     """Measurements of one model, whose outputs before any change are computed once."""
 
     def __init__(self, model: nn.Module, arguments: tuple[Any, ...], draw: Draw, tolerance: float | None) -> None:
-        self.probe, self.draw = Probe(model, arguments), draw
+        self.probe = Probe(model, arguments, draw)
         self.old, self.old_off = self.probe.outputs(), self.probe.outputs(eps_off=True)
         precision = max(torch.finfo(out.dtype).eps for out in self.old)
         self.tolerance = precision**0.5 if tolerance is None else finite("tolerance", tolerance)
 
     def weight(self, where: str, names: tuple[str, ...]) -> Iterator[Finding]:
-        unused = self._unused(names)
+        unused = deviation(self.probe.outputs(dict.fromkeys(names, transforms.add_noise)), self.old) == 0
         for label, transform in WEIGHT_CHANGES.items():
-            changes = {name: with_draw(transform, self.draw) for name in names}
-            yield self._finding(where, label, unused, changes, None)
-
-    def _unused(self, names: tuple[str, ...]) -> bool:
-        """Return whether quite different weights give the same outputs."""
-        noise = {name: lambda w: w + self.draw.vector(w, w.shape) for name in names}
-        return deviation(self.probe.outputs(noise), self.old) == 0
+            yield self._finding(where, label, unused, dict.fromkeys(names, transform), None)
 
     def data(self) -> Iterator[Finding]:
         first = self.probe.arguments[0]
         if not isinstance(first, Tensor) or not first.is_floating_point():
             return
         for label, transform in INPUT_CHANGES.items():
-            yield self._finding("inputs", label, False, {}, with_draw(transform, self.draw))
+            yield self._finding("inputs", label, False, {}, transform)
 
     def _finding(
-        self, where: str, label: str, unused: bool, weights: Mapping[str, Change], data: Change | None
+        self, where: str, label: str, unused: bool, weights: Mapping[str, Transform], data: Transform | None
     ) -> Finding:
         new, new_off = (self.probe.outputs(weights, data, off) for off in (False, True))
         moved = deviation(new, self.old)

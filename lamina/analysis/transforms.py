@@ -50,11 +50,6 @@ class Draw:
 
 
 Transform = Callable[[Tensor, Draw], Tensor]
-Change = Callable[[Tensor], Tensor]
-
-
-def with_draw(transform: Transform, draw: Draw) -> Change:
-    return lambda values: transform(values, draw)
 
 
 def scale(values: Tensor, draw: Draw) -> Tensor:
@@ -64,6 +59,11 @@ def scale(values: Tensor, draw: Draw) -> Tensor:
 def add_to_rows(weight: Tensor, draw: Draw) -> Tensor:
     """Return W + 1 gamma^T: the same gamma for every unit."""
     return weight + draw.vector(weight, weight.shape[1:])
+
+
+def add_noise(weight: Tensor, draw: Draw) -> Tensor:
+    """Return weights that differ at random from W in every entry."""
+    return weight + draw.vector(weight, weight.shape)
 
 
 def scale_and_add(weight: Tensor, draw: Draw) -> Tensor:
@@ -106,10 +106,10 @@ def deviation(new: list[Tensor], old: list[Tensor], unit: list[Tensor] | None = 
 
 
 class Probe:
-    """Outputs of a model for fixed arguments under changes of its weights, its inputs or its eps."""
+    """Outputs of a model for fixed arguments under transformations of its weights, its inputs or its eps."""
 
-    def __init__(self, model: nn.Module, arguments: tuple[Any, ...]) -> None:
-        self.model, self.arguments = model, arguments
+    def __init__(self, model: nn.Module, arguments: tuple[Any, ...], draw: Draw) -> None:
+        self.model, self.arguments, self.draw = model, arguments, draw
         tensors = [*model.parameters(), *(a for a in tree_leaves(arguments) if isinstance(a, Tensor))]
         self.devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
         unchanged = self._changed({}, eps_off=False)
@@ -117,7 +117,7 @@ class Probe:
             self._call(unchanged, None)
 
     def outputs(
-        self, weights: Mapping[str, Change] | None = None, data: Change | None = None, eps_off: bool = False
+        self, weights: Mapping[str, Transform] | None = None, data: Transform | None = None, eps_off: bool = False
     ) -> list[Tensor]:
         """Return every floating-point tensor that the model returns; raise unless all are finite."""
         weights = weights or {}
@@ -130,7 +130,7 @@ class Probe:
             raise fail("outputs must be finite to be compared", received, remedy)
         return outputs
 
-    def _changed(self, weights: Mapping[str, Change], eps_off: bool) -> nn.Module:
+    def _changed(self, weights: Mapping[str, Transform], eps_off: bool) -> nn.Module:
         try:
             model = copy.deepcopy(self.model)
         except Exception as error:
@@ -138,24 +138,24 @@ class Probe:
             raise fail(f"{name} must allow copy.deepcopy", f"{error}", "Detach the tensors it holds.") from error
         named = dict(model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
-            for name, change in weights.items():
-                named[name].copy_(change(named[name]))
+            for name, transform in weights.items():
+                named[name].copy_(transform(named[name], self.draw))
         if eps_off:
             switch_eps_off(model)
         return model
 
-    def _call(self, model: nn.Module, data: Change | None) -> list[Tensor]:
+    def _call(self, model: nn.Module, data: Transform | None) -> list[Tensor]:
         first, *others = tree_map(lambda a: a.clone() if isinstance(a, Tensor) else a, self.arguments)
         with torch.random.fork_rng(devices=self.devices), torch.no_grad():
             torch.manual_seed(0)
-            returned = model(first if data is None else data(first), *others)
+            returned = model(first if data is None else data(first, self.draw), *others)
         outputs = [t for t in _floating(returned) if t.numel()]
         if not outputs:
             rule = f"{type(model).__name__} must return floating-point tensors"
             raise fail(rule, describe(returned), "Return logits.")
         return outputs
 
-    def _first_nonfinite(self, model: nn.Module, data: Change | None) -> str:
+    def _first_nonfinite(self, model: nn.Module, data: Transform | None) -> str:
         """Name the first layer whose output is not finite."""
         nonfinite: list[str] = []
         for name, module in model.named_modules():
