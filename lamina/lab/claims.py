@@ -34,9 +34,9 @@ class Measure:
             return times(effect)
         return f"{shown(self.scale * effect, self.scale * spread, '+')}{self.unit and ' ' + self.unit}"
 
-    def words(self, found: Interval) -> str:
+    def words(self, interval: Interval) -> str:
         """Return an interval as the report prints it."""
-        return in_words(self, found)
+        return in_words(self, interval)
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Speed(Measure):
         theirs, own = (side.crossings(metric(self.metric), level) for side in (baseline, ours))
         return log_ratios(theirs, own, (baseline.steps(), ours.steps()))
 
-    def words(self, found: Interval) -> str:
-        return in_words(self, found, after=" as fast")
+    def words(self, interval: Interval) -> str:
+        return in_words(self, interval, after=" as fast")
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Quality(Measure):
             theirs, own = ({seed: max(value, least) for seed, value in side.items()} for side in (own, theirs))
         return (log_ratios if self.ratio else differences)(theirs, own)
 
-    def words(self, found: Interval) -> str:
-        return in_words(self, found, "ratio " if self.ratio else "lead ")
+    def words(self, interval: Interval) -> str:
+        return in_words(self, interval, "ratio " if self.ratio else "lead ")
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Inside(Measure):
     unit: str = ""
 
     def pairs(self, baseline: Results, ours: Results, metric: FindMetric) -> Pairs:
-        found = ours.by_seed(self.of)
-        return differences({s: b for s, (_, b) in found.items()}, {s: a for s, (a, _) in found.items()})
+        both = ours.by_seed(self.of)
+        return differences({s: b for s, (_, b) in both.items()}, {s: a for s, (a, _) in both.items()})
 
 
 def times(effect: float) -> str:
@@ -99,18 +99,18 @@ def times(effect: float) -> str:
     return f"{ratio:,.0f}x" if ratio >= 1000 else f"{ratio:.3g}x"
 
 
-def in_words(measure: Measure, found: Interval, before: str = "", after: str = "") -> str:
+def in_words(measure: Measure, interval: Interval, before: str = "", after: str = "") -> str:
     """Return ``1.84x as fast (1.52x to 2.23x, n = 5)``; the median and a bound where some run missed the level."""
-    half = (found.high - found.low) / 2
+    half = (interval.high - interval.low) / 2
     spread = half if math.isfinite(half) else 0.0
-    low, high = (measure.value(end, spread).split()[0] for end in (found.low, found.high))
-    middle = f"{before}{measure.value(found.estimate, spread)}{after}"
+    low, high = (measure.value(end, spread).split()[0] for end in (interval.low, interval.high))
+    middle = f"{before}{measure.value(interval.estimate, spread)}{after}"
     if math.isfinite(half):
-        return f"{middle} ({low} to {high}, n = {found.n})"
-    known = [(words, end) for words, end in ((f"at least {low}", found.low), (f"at most {high}", found.high))]
+        return f"{middle} ({low} to {high}, n = {interval.n})"
+    known = [(words, end) for words, end in ((f"at least {low}", interval.low), (f"at most {high}", interval.high))]
     bound = next((words for words, end in known if math.isfinite(end)), "no bound")
-    told = f"{middle} (median; {bound}" if math.isfinite(found.estimate) else f"{bound}{after} ("
-    return f"{told}, n = {found.n}, some runs missed the target)".replace("(, ", "(")
+    text = f"{middle} (median; {bound}" if math.isfinite(interval.estimate) else f"{bound}{after} ("
+    return f"{text}, n = {interval.n}, some runs missed the target)".replace("(, ", "(")
 
 
 @dataclass(frozen=True)
@@ -169,38 +169,40 @@ def judge(claim: Claim, results: Results, metric: FindMetric) -> Verdict:
         levels = _at_levels(claim, baseline, ours, metric)
     except Mixed as mixed:
         return Verdict(INCONCLUSIVE, "not measured", str(mixed))
-    found, (share, placebo) = pairs.interval(), _placebo(levels)
-    word, reason = _word(claim, pairs, found, worse, placebo)
-    reason = reason or (found is None and _why_no_interval(pairs, baseline, ours)) or ""
-    measured = claim.measure.words(found) if found else "not measured"
-    if found and pairs.both_missed:
+    interval, (share, placebo) = pairs.interval(), _placebo(levels)
+    word, reason = _word(claim, pairs, interval, worse, placebo)
+    reason = reason or (interval is None and _why_no_interval(pairs, baseline, ours)) or ""
+    measured = claim.measure.words(interval) if interval else "not measured"
+    if interval and pairs.both_missed:
         measured += f"; in {pairs.both_missed} more seeds neither side reached the target"
-    return Verdict(word, measured, reason, found, pairs.value, pairs.nearest, placebo, share, levels)
+    return Verdict(word, measured, reason, interval, pairs.value, pairs.nearest, placebo, share, levels)
 
 
-def _word(claim: Claim, pairs: Pairs, found: Interval | None, worse: str, placebo: Interval | None) -> tuple[str, str]:
+def _word(
+    claim: Claim, pairs: Pairs, interval: Interval | None, worse: str, placebo: Interval | None
+) -> tuple[str, str]:
     """Return the verdict's word, and the reason where the interval alone does not tell it."""
     value = claim.measure.value
     if worse:
         return NOT_REPRODUCED, worse
-    if found is None:
+    if interval is None:
         return INCONCLUSIVE, ""
     if placebo is not None and not placebo.low <= 0 <= placebo.high:
         return INCONCLUSIVE, f"the placebo's interval does not contain {value(0.0)}: {claim.measure.words(placebo)}"
-    if math.isclose(found.low, found.high, abs_tol=1e-9):
+    if math.isclose(interval.low, interval.high, abs_tol=1e-9):
         return INCONCLUSIVE, "the pairs do not differ, so their interval says nothing"
-    if found.high < claim.margin:
+    if interval.high < claim.margin:
         return NOT_REPRODUCED, "the interval lies on the other side"
-    if found.low <= claim.margin:
+    if interval.low <= claim.margin:
         return INCONCLUSIVE, f"the interval contains {value(claim.margin)}"
-    return _reproduced(claim, pairs, found)
+    return _reproduced(claim, pairs, interval)
 
 
-def _reproduced(claim: Claim, pairs: Pairs, found: Interval) -> tuple[str, str]:
+def _reproduced(claim: Claim, pairs: Pairs, interval: Interval) -> tuple[str, str]:
     """Return whether more than the direction is reproduced, for an interval that excludes no effect."""
     if claim.expected is None:
         return DIRECTION, ""
-    if not found.low <= math.log(claim.expected) <= found.high:
+    if not interval.low <= math.log(claim.expected) <= interval.high:
         return DIRECTION, f"the interval does not contain the paper's {claim.expected:g}x"
     agreeing = sum(value > claim.margin for value in pairs.value.values())
     if agreeing < AGREEING * len(pairs.value):
@@ -223,8 +225,8 @@ def _ends_worse(claim: Claim, baseline: Results, ours: Results, metric: FindMetr
     """Return why a faster start does not count; empty where the end is no worse, or cannot be told."""
     if not claim.final:
         return ""
-    found = Quality(claim.final, "best").pairs(baseline, ours, metric).interval()
-    return f"its best {metric(claim.final).label} is worse" if found is not None and found.high < 0 else ""
+    interval = Quality(claim.final, "best").pairs(baseline, ours, metric).interval()
+    return f"its best {metric(claim.final).label} is worse" if interval is not None and interval.high < 0 else ""
 
 
 def _at_levels(claim: Claim, baseline: Results, ours: Results, metric: FindMetric) -> Levels:
@@ -242,7 +244,9 @@ def _at_levels(claim: Claim, baseline: Results, ours: Results, metric: FindMetri
 
 def _placebo(levels: Levels) -> tuple[float, Interval | None]:
     """Return the placebo at the highest level at which it has an interval: half of its runs miss the very target."""
-    bounded = [(share, found) for share, _, found in levels if found and math.isfinite(found.high - found.low)]
+    bounded = [
+        (share, interval) for share, _, interval in levels if interval and math.isfinite(interval.high - interval.low)
+    ]
     return bounded[-1] if bounded else (1.0, None)
 
 

@@ -241,8 +241,8 @@ class Sheet:
         """Return ``about`` with the settings of these runs: ``256``, or ``256 or 1000`` where they differ."""
         runs = list(configs)
         names = [name for _, name, _, _ in string.Formatter().parse(self.about) if name]
-        told = {name: dict.fromkeys(_in_words(run[name]) for run in runs if name in run) for name in names}
-        return self.about.format(**{name: " or ".join(values) or "an unknown" for name, values in told.items()})
+        values = {name: dict.fromkeys(_in_words(run[name]) for run in runs if name in run) for name in names}
+        return self.about.format(**{name: " or ".join(several) or "an unknown" for name, several in values.items()})
 
 
 def _in_words(value: Any) -> str:

@@ -55,12 +55,12 @@ class Results(tuple[Run, ...]):
         return Results(r for r in self if all(r["config"].get(k) == v for k, v in settings.items()))
 
     def by_seed(self, of: Callable[[Run], Any]) -> dict[int, Any]:
-        """Return what ``of`` finds in each run, by seed; runs in which it finds None are passed over."""
-        found = {run["seed"]: value for run in self if (value := of(run)) is not None}
-        settings = (json.dumps(settings_of(run), sort_keys=True) for run in self if run["seed"] in found)
-        if len(set(settings)) > 1:
+        """Return the value of ``of`` for each run, by seed, without runs where it is None."""
+        values = {run["seed"]: value for run in self if (value := of(run)) is not None}
+        settings = {json.dumps(settings_of(run), sort_keys=True) for run in self if run["seed"] in values}
+        if len(settings) > 1:
             raise Mixed("runs of one variant differ in their settings")
-        return found
+        return values
 
     def series(self, metric: Metric) -> dict[int, Series]:
         """Return updates and values by seed; a value that was not finite is the worst there is."""
@@ -90,7 +90,7 @@ class Results(tuple[Run, ...]):
 
 def series_of(run: Run, metric: Metric) -> Series | None:
     """Return a run's updates and values of a metric, or None where it was never evaluated."""
-    found = run["series"].get(metric.name)
-    if not found or not found["update"]:
+    series = run["series"].get(metric.name)
+    if not series or not series["update"]:
         return None
-    return found["update"], [metric.worst if value is None else value for value in found["value"]]
+    return series["update"], [metric.worst if value is None else value for value in series["value"]]

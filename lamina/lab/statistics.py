@@ -118,22 +118,20 @@ class Pairs:
         """
         if len(self.value) < MIN_SEEDS or 2 * self.misses > self.seeds:
             return None
-        found, values = t_interval(list(self.nearest.values())), list(self.value.values())
+        interval, values = t_interval(list(self.nearest.values())), list(self.value.values())
         if all(map(math.isfinite, values)):
-            return found
-        low = -math.inf if -math.inf in values else found.low
-        high = math.inf if math.inf in values else found.high
+            return interval
+        low = -math.inf if -math.inf in values else interval.low
+        high = math.inf if math.inf in values else interval.high
         return Interval(median(values), low, high, len(values))
 
 
 def log_ratios(theirs: BySeed, ours: BySeed, budgets: tuple[BySeed, BySeed] | None = None) -> Pairs:
     """Return ln(theirs / ours) by seed; ``budgets`` stand in for infinite values (a level never reached)."""
     value = {seed: _log_ratio(theirs[seed], ours[seed]) for seed in sorted(theirs.keys() & ours.keys())}
-    if budgets is None:
-        return _pairs(value, value)
-    sides = zip((theirs, ours), budgets)
-    past, own = ({s: side[s] if math.isfinite(side[s]) else budget[s] for s in value} for side, budget in sides)
-    return _pairs(value, {seed: _log_ratio(past[seed], own[seed]) for seed in value})
+    sides = [*zip((theirs, ours), budgets or (theirs, ours))]
+    at_least = {s: [side[s] if math.isfinite(side[s]) else budget[s] for side, budget in sides] for s in value}
+    return _pairs(value, {seed: _log_ratio(*pair) for seed, pair in at_least.items()})
 
 
 def _log_ratio(theirs: float, ours: float) -> float:
@@ -150,11 +148,12 @@ def differences(theirs: BySeed, ours: BySeed) -> Pairs:
 
 
 def _pairs(value: BySeed, at_least: BySeed) -> Pairs:
-    told = {seed: found for seed, found in value.items() if not math.isnan(found)}
-    finite = [found for found in told.values() if math.isfinite(found)] or [0.0]
-    ends = {s: min(at_least[s], max(finite)) if told[s] > 0 else max(at_least[s], min(finite)) for s in told}
-    nearest = {seed: found if math.isfinite(found) else ends[seed] for seed, found in told.items()}
-    return Pairs(told, nearest, len(value) - len(told))
+    known = {seed: effect for seed, effect in value.items() if not math.isnan(effect)}
+    finite = [effect for effect in known.values() if math.isfinite(effect)] or [0.0]
+    nearest = dict(known)
+    for seed in (seed for seed, effect in known.items() if math.isinf(effect)):
+        nearest[seed] = min(at_least[seed], max(finite)) if known[seed] > 0 else max(at_least[seed], min(finite))
+    return Pairs(known, nearest, len(value) - len(known))
 
 
 # Numbers in words

@@ -352,7 +352,7 @@ class TestClaims:
         missed = told(SHEET.claims[0], {"0": math.inf, "1": 0.7, "2": -math.inf}, 0.1, math.inf)
         missed["interval"]["estimate"] = math.inf
         unknown = missed | {"interval": None, "reason": "fewer than 3 seeds of both sides", "word": "inconclusive"}
-        from_file = missed | {"interval": {"estimate": None, "low": 0.1, "high": None, "n": 3}}
+        from_file = missed | {"interval": {"estimate": "inf", "low": 0.1, "high": "inf", "n": 3}}
         for one in (missed, unknown, from_file):
             said = " ".join(words(figures.draw_claims(record(claims=[one]), SHEET).svg))
             assert one["reason"] in said

@@ -561,7 +561,7 @@ class TestFiles:
             ('{"schema": 1, "kind": "experiment"}', "'schema': 1"),
             ('{"schema": 2}', "'kind': None"),
             ('{"schema": 2, "kind": "experiment"}', "no 'experiment'"),
-            ('{"schema": 2, "kind": "experiment", "experiment": 1, "data": {"name": "", "kind": ""}}', "text"),
+            ('{"schema": 2, "kind": "experiment", "experiment": 1, "data": {"name": "", "kind": ""}}', "must be a str"),
             (
                 '{"schema": 2, "kind": "experiment", "experiment": "toy", "data": {"name": "a", "kind": "real"}, '
                 '"runs": [{"config": {}, "seed": 0, "finished": true, "series": {"a": {"update": [1], "value": []}}}]}',

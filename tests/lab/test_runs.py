@@ -524,7 +524,7 @@ def test_a_second_start_needs_to_be_told_which_way(folder):
     before = contents(folder.path)
     with pytest.raises(InputError, match=r"holds a run at step 7\. Pass --resume to go on or --restart"):
         folder.start(HEADER, resume=False)
-    with pytest.raises(InputError, match="resumed or begun anew"):
+    with pytest.raises(InputError, match="either resumed or restarted"):
         folder.start(HEADER, resume=True, restart=True)
     assert contents(folder.path) == before
 

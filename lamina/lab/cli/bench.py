@@ -1,11 +1,11 @@
-"""This machine: what is installed, what serves the layers, and milliseconds an update, each norm against none."""
+"""Facts about this machine (versions, devices, backends), and its training speed: each norm against none."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,26 +30,20 @@ COLUMNS = ("Size", "Norm", "Engine", "Milliseconds", "Ratio to none")
 BATCH, CASES = 128, 2048
 
 
-@dataclass
-class Case:
-    """One way to train, and the milliseconds an update took in each round."""
-
-    size: str
-    norm: str
-    engine: str
-    values: list[float] = field(default_factory=list)
+Case = tuple[str, str, str]  # size, engine, norm
 
 
 def measure(device: str, quick: bool, say: Callable[[str], None]) -> records.Record:
-    """Return a record of kind "bench"; each round takes all cases in turn, so that a slow minute harms all alike."""
+    """Return a record of kind "bench"; each round takes all cases in turn, so that a slow minute slows all of them."""
     accelerator = Accelerator(cpu=device == "cpu")
     cuda = accelerator.device.type == "cuda"
     rounds, updates = (7, 5) if quick else (7, 60 if cuda else 20)
-    cases = _cases(cuda, quick)
-    ready = [_prepare(case, accelerator, updates) for case in cases]
+    engines, sizes = ("eager", "graph") if cuda else ("eager",), ("small",) if quick else tuple(SIZES)
+    cases = {case: _prepare(*case, accelerator, updates) for case in itertools.product(sizes, engines, NORMS)}
+    milliseconds: dict[Case, list[float]] = {case: [] for case in cases}
     for number in range(rounds):
-        for case, steps in zip(cases, ready):
-            case.values.append(_milliseconds(steps, updates))
+        for case, steps in cases.items():
+            milliseconds[case].append(_milliseconds(steps, updates))
         say(f"round {number + 1} of {rounds}")
     return {
         "schema": records.SCHEMA,
@@ -63,25 +57,20 @@ def measure(device: str, quick: bool, say: Callable[[str], None]) -> records.Rec
         "batch_size": BATCH,
         "rounds": rounds,
         "updates_a_round": updates,
-        "rows": [_row(case, cases) for case in cases],
+        "rows": [_row(case, milliseconds) for case in cases],
     }
 
 
-def _cases(cuda: bool, quick: bool) -> list[Case]:
-    engines, sizes = ("eager", "graph") if cuda else ("eager",), ("small",) if quick else tuple(SIZES)
-    return [Case(size, norm, engine) for size in sizes for engine in engines for norm in NORMS]
-
-
-def _prepare(case: Case, accelerator: Accelerator, updates: int) -> Any:
-    """Return model and engine, warmed up: what is built on first use is not what is measured."""
-    side, hidden = SIZES[case.size]
-    config = MnistConfig(norm=case.norm, hidden=hidden, batch_size=BATCH)
+def _prepare(size: str, engine_name: str, norm: str, accelerator: Accelerator, updates: int) -> Any:
+    """Return an engine after a few updates, so that nothing built on first use is measured."""
+    side, hidden = SIZES[size]
+    config = MnistConfig(norm=norm, hidden=hidden, batch_size=BATCH)
     experiment = module_of("mnist")
     data = images.split(_random_images(side), config).to(accelerator.device)
     torch.manual_seed(0)
     model: Any = experiment.build(config, data).to(accelerator.device)
     optimizer: Any = Adam(model.parameters(), config.lr)
-    captured = case.engine != "eager"
+    captured = engine_name != "eager"
     if not captured:
         model, optimizer = accelerator.prepare(model, optimizer)
     total = torch.zeros((), device=accelerator.device)
@@ -111,44 +100,42 @@ def _milliseconds(steps: Any, updates: int) -> float:
     return 1000 * (time.perf_counter() - began) / updates
 
 
-def _row(case: Case, cases: Sequence[Case]) -> dict[str, Any]:
-    plain = next(c for c in cases if (c.size, c.norm, c.engine) == (case.size, "none", case.engine))
-    ratios = [ours / theirs for ours, theirs in zip(case.values, plain.values)]
-    named = {"size": case.size, "norm": case.norm, "engine": case.engine}
-    return {**named, "milliseconds": spread(case.values), "ratio_to_none": spread(ratios)}
+def _row(case: Case, milliseconds: Mapping[Case, Sequence[float]]) -> dict[str, Any]:
+    size, engine_name, norm = case
+    ratios = [ours / theirs for ours, theirs in zip(milliseconds[case], milliseconds[size, engine_name, "none"])]
+    names = {"size": size, "norm": norm, "engine": engine_name}
+    return {**names, "milliseconds": _summary(milliseconds[case]), "ratio_to_none": _summary(ratios)}
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
+def _summary(values: Sequence[float]) -> Any:
     """Return every round's value, their median and quartiles, which one slow round does not move."""
     low, median, high = np.percentile(values, (25, 50, 75)).tolist()
-    told = {"values": list(values), "n": len(values), "median": median, "quartiles": [low, high]}
-    return {name: records.rounded(value) for name, value in told.items()}
+    return records.rounded({"values": values, "n": len(values), "median": median, "quartiles": [low, high]})
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """Return a row under ``COLUMNS``."""
-    return [row["size"], row["norm"], row["engine"], _shown(row["milliseconds"], 3), _shown(row["ratio_to_none"], 2)]
+    return [row["size"], row["norm"], row["engine"], _text(row["milliseconds"], 3), _text(row["ratio_to_none"], 2)]
 
 
-def _shown(found: dict[str, Any], digits: int) -> str:
-    """``1.43 (1.40 to 1.52)``."""
-    median, low, high = (f"{value:,.{digits}f}" for value in (found["median"], *found["quartiles"]))
+def _text(summary: dict[str, Any], digits: int) -> str:
+    """Return a summary such as ``1.43 (1.40 to 1.52)``."""
+    median, low, high = (f"{value:,.{digits}f}" for value in (summary["median"], *summary["quartiles"]))
     return f"{median} ({low} to {high})"
 
 
 def machine() -> dict[str, str]:
-    """Return versions, devices, which backend serves the layers and why, and where data are looked for."""
+    """Return versions, devices, the backend of each layer and the reason, and the folder of the data."""
     env = records.environment()
-    here = env["machine"]
-    where = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     layers = {"LSTM": LSTM(8, 8), "GRU": GRU(8, 8), "LayerNorm": LayerNorm(8)}
     named = "set" if os.environ.get(registry.ROOT_VARIABLE) else "not set"
     return {
         "lamina": f"{env['lamina']}, commit {env['commit'] or 'not known'}",
         "versions": ", ".join(f"{name} {version}" for name, version in env["versions"].items()),
-        "machine": f"{here['cpu']}, {cores()} of {here['cores']} cores, {here['system']}",
+        "machine": "{cpu}, {usable} of {cores} cores, {system}".format(usable=cores(), **env["machine"]),
         "GPU": ", ".join(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())) or "none",
-        **{f"lamina.{name}": str(explain(layer.to(where))) for name, layer in layers.items()},
+        **{f"lamina.{name}": str(explain(layer.to(device))) for name, layer in layers.items()},
         "data": f"{registry.asked_root() or registry.default_root()} ({registry.ROOT_VARIABLE} is {named})",
         "processes": str(PartialState().num_processes),
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 try:
-    import rich  # noqa: F401  (the screen's, told of here)
+    import rich  # noqa: F401  (imported by screen.py; its absence is reported here)
     import typer
     from typer.core import TyperGroup
 except ImportError as missing:
@@ -61,9 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at the end
         return 128 + 13
     except (Exception, KeyboardInterrupt) as error:
-        text, code = told(error) or ("", 1)
-        if not text:
-            raise
+        text, code = message_and_code(error)
         process = f" (process {rank()})" if rank() else ""
         print(f"lamina{process}: {' '.join(text.split())}", file=sys.stderr)
         return code
@@ -72,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_and_exit() -> None:
     """Run ``main`` and end the process.
 
-    One of several processes skips the interpreter's shutdown: torch keeps the threads of gloo alive once
-    DistributedDataParallel was used, and twice a process with such threads aborted there ("terminate called without
-    an active exception"). By now every file is closed, so nothing is lost.
+    One of several processes skips the interpreter's shutdown: torch keeps the threads of gloo alive after
+    DistributedDataParallel was used, and processes with such threads have aborted at shutdown ("terminate called
+    without an active exception"). Every file is closed by now, so nothing is lost.
     """
     code = main()
     if processes() > 1:
@@ -84,13 +82,13 @@ def run_and_exit() -> None:
     sys.exit(code)
 
 
-def told(error: BaseException) -> tuple[str, int] | None:
-    """Return the text of an error and the exit code; None for a mistake of ours, which keeps its traceback."""
+def message_and_code(error: BaseException) -> tuple[str, int]:
+    """Return the message of an error and the exit code. Raise a mistake of ours again: it keeps its traceback."""
     if hasattr(error, "format_message"):  # a usage error, of whichever click typer was built on
         return str(error.format_message()), int(getattr(error, "exit_code", 2))
     if isinstance(error, (InputError, RunError)):
         return str(error), 2 if isinstance(error, InputError) else 1
-    if hasattr(error, "exit_code"):  # train.Interrupted
+    if hasattr(error, "exit_code"):  # a signal ended the runs
         return str(error), int(error.exit_code)
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return "interrupted", 130
@@ -100,11 +98,11 @@ def told(error: BaseException) -> tuple[str, int] | None:
         return not_installed(error.name), 2
     if isinstance(error, MemoryError) or any(words in str(error) for words in ("out of memory", "allocate memory")):
         return f"not enough memory. Take a smaller network or batch ({error})", 1
-    return None
+    raise error
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         from ... import __version__
 
         say(f"lamina {__version__}")
@@ -213,8 +211,8 @@ def check(name: Annotated[str, typer.Argument(help="of the data set")], data: Da
     """Load a data set and compare every byte with what was published; an absent one is an error."""
     from ..data.registry import asked_root, default_root, load
 
-    found = load(name, asked_root(data) or default_root())  # without a folder, load would hand out the stand-in
-    say(f"{name}: {KINDS[found.kind]}: {found.label}")
+    dataset = load(name, asked_root(data) or default_root())  # without a folder, load would return the stand-in
+    say(f"{name}: {KINDS[dataset.kind]}: {dataset.label}")
 
 
 @app.command()
@@ -228,9 +226,9 @@ def evaluate(
     from ..training.evaluate import evaluate as measure
 
     with Reporter() as reporter:
-        found = measure(Path(run), Settings(root=data, device=device), reporter)
-    title = f"Checkpoint at update {found.pop('update'):,}"
-    table(title, ["Metric", "Value"], [[name, f"{value:.5g}"] for name, value in found.items()])
+        metrics = measure(Path(run), Settings(root=data, device=device), reporter)
+    title = f"Checkpoint at update {metrics.pop('update'):,}"
+    table(title, ["Metric", "Value"], [[name, f"{value:.5g}"] for name, value in metrics.items()])
 
 
 @app.command()
@@ -264,11 +262,11 @@ def analyse(
     from .screen import Screen
 
     Screen().print(invariance_table(seed=seed).rich())
-    found = analysis.study(seed, lambda part: print(f"{part} done", file=sys.stderr))
-    for drawing, _, shown in found:
-        if shown and drawing.name != "invariances":
-            table(shown.caption, shown.columns, shown.rows)
-    say(f"page: {analysis.write(found, folder, seed)[0]}")
+    parts = analysis.study(seed, lambda part: print(f"{part} done", file=sys.stderr))
+    for drawing, _, data_table in parts:
+        if data_table and drawing.name != "invariances":
+            table(data_table.caption, data_table.columns, data_table.rows)
+    say(f"page: {analysis.write(parts, folder, seed)[0]}")
 
 
 @app.command()

@@ -122,7 +122,7 @@ def check(settings: Settings) -> None:
     if settings.root == "":
         raise fail("--data must be a folder, or embedded", "''", "Leave it out for the default.")
     if settings.resume and settings.restart:
-        raise fail("a run is resumed or begun anew", "--resume and --restart together", "Pass one of them.")
+        raise fail("a run is either resumed or restarted", "--resume and --restart together", "Pass one of them.")
     if processes() > 1 and (settings.jobs or 1) > 1:
         raise fail("--jobs is 1 when a launcher starts the processes", f"--jobs {settings.jobs}", "Leave it out.")
     writable_folder(settings.runs, "--runs")

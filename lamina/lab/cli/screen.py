@@ -17,7 +17,7 @@ KINDS = {"real": "REAL data", "embedded": "EMBEDDED STAND-IN for the real data"}
 
 
 class Screen(Console):
-    """Standard output: a terminal's own width; lines as long as they are elsewhere."""
+    """Standard output, as wide as the terminal; lines of any length if it is not one."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False)
@@ -43,7 +43,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def show_notes(notes: Sequence[str]) -> None:
-    """Print what a reader should know besides, apart from the results."""
+    """Print notes on standard error, apart from the results."""
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
 

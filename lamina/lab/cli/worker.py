@@ -1,4 +1,4 @@
-"""A worker process: take orders from standard input, train, and tell of it in JSON lines on standard output."""
+"""Worker process: read orders from standard input, train, and report in JSON lines on standard output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..experiment import Job
 from ..experiments import find
 from ..options import Settings
 from ..runs.progress import JsonReporter
-from .commands import told
+from .commands import message_and_code
 from .workers import train_here
 
 orders: queue.Queue[str | None] = queue.Queue()
@@ -22,7 +22,7 @@ at_work = threading.Event()
 
 
 def main() -> None:
-    """Carry out orders until standard input closes, which it does however the parent ends."""
+    """Carry out orders until standard input closes, as it does when the parent ends for any reason."""
     threading.Thread(target=_listen, daemon=True).start()
     while (order := orders.get()) is not None:
         at_work.set()
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _write(text: str) -> None:
-    """Write to standard output. If its reader has died, drop the text, so that the run can still save a checkpoint."""
+    """Write to standard output. If the reader has died, drop the text, so that the run can still save a checkpoint."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -41,7 +41,7 @@ def _write(text: str) -> None:
 
 
 def _listen() -> None:
-    """Hand on orders; at the end of the input a run at work saves its checkpoint and ends."""
+    """Queue the orders; at the end of the input, make a run at work save its checkpoint and end."""
     for line in sys.stdin:
         orders.put(line)
     orders.put(None)
@@ -50,16 +50,14 @@ def _listen() -> None:
 
 
 def _carry_out(order: dict[str, Any], say: JsonReporter) -> tuple[int, str]:
-    """Return the exit code of one job, and what to say of its error."""
+    """Train one job; return the exit code and the message of an error."""
     described = order.pop("job")
     config = find(described["experiment"]).config(**described.pop("config"))
     try:
         train_here([Job(config=config, **{**described, "vary": tuple(described["vary"])})], Settings(**order), say)
     except (Exception, KeyboardInterrupt) as error:
-        words, code = told(error) or ("", 0)
-        if not words:
-            raise
-        return code if code == 2 else 1, " ".join(words.split())
+        text, code = message_and_code(error)
+        return code if code == 2 else 1, " ".join(text.split())
     return 0, ""
 
 

@@ -1,18 +1,19 @@
-"""Carry out jobs: here, or in worker processes that take one run after another. No torch in this room."""
+"""Carry out jobs in this process, or in worker processes that take one run after another. Imports no torch."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
+from asyncio.subprocess import Process
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import IO
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -35,7 +36,8 @@ def carry_out(
 ) -> int:
     """Train the jobs and return the exit code.
 
-    named: names on the screen. after: what to say when a job has ended; jobs on a CPU go to worker processes then.
+    named: returns a job's name on the screen. after: returns a text to print when a job has ended; with it, jobs on a
+    CPU always go to worker processes.
     """
     console = Console(stderr=True, highlight=False, quiet=settings.quiet or rank() > 0)
     alone = processes() > 1 or (uses_cuda(settings) and settings.jobs is None)
@@ -49,12 +51,12 @@ def carry_out(
 
 @contextlib.contextmanager
 def _time_limit(hours: float, say: Reporter) -> Iterator[None]:
-    """Send this process SIGTERM after so long: every run saves a checkpoint and ends."""
+    """Send this process SIGTERM after this time: every run saves a checkpoint and ends."""
     over = threading.Event()
 
     def wait() -> None:
         over.wait(min(3600 * hours, threading.TIMEOUT_MAX))
-        while not over.is_set() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # nobody listens yet
+        while not over.is_set() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # no handler yet
             over.wait(0.05)
         if not over.is_set():
             say.line(f"{hours:g} hours are over: every run saves a checkpoint")
@@ -75,7 +77,7 @@ def train_here(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
 
 
 class Stopped(Exception):
-    """The end that a signal asked for; every worker has ended."""
+    """Runs ended by a signal, after every worker has ended."""
 
     def __init__(self, number: int, resume: bool) -> None:
         remedy = "the same command goes on" if resume else "go on with --resume"
@@ -84,16 +86,8 @@ class Stopped(Exception):
 
 
 @dataclass
-class _Worker:
-    process: subprocess.Popen[str]
-    reader: threading.Thread
-    job: Job | None = None
-    told: bool = False  # of the first signal
-
-
-@dataclass
 class Pool:
-    """Up to ``limit`` worker processes; what they say goes to ``say``, and signals go to them."""
+    """Up to ``limit`` worker processes; shows their events with ``say`` and passes signals on to them."""
 
     jobs: Sequence[Job]
     settings: Settings
@@ -102,129 +96,97 @@ class Pool:
     named: Callable[[Job], str]
     after: Callable[[Job], str]
     codes: list[int] = field(default_factory=list)
-    asked: list[int] = field(default_factory=list)  # signals that came, in their order
+    signals: list[int] = field(default_factory=list)  # received so far, in their order
 
     def __post_init__(self) -> None:
-        self._waiting, self._workers = list(self.jobs), list[_Worker]()
-        self._events: queue.Queue[tuple[_Worker, str]] = queue.Queue()
+        self._waiting, self._busy = list(self.jobs), set[Process]()
 
     def run(self) -> int:
         """Carry out every job; return the worst exit code."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {one: signal.signal(one, lambda number, frame: self.asked.append(number)) for one in numbers}
+        before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            while self._busy() or (self._waiting and not self.asked):
-                self._start()
-                self._pass_on_signals()
-                self._relay(wait=0.05)
-                self._bury()
+            asyncio.run(self._all())
         finally:
-            self._dismiss()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if self.asked:
-            raise Stopped(self.asked[0], self.settings.resume)
+        if self.signals:
+            raise Stopped(self.signals[0], self.settings.resume)
         return max(self.codes, default=0)
 
-    def _busy(self) -> list[_Worker]:
-        return [worker for worker in self._workers if worker.job is not None]
+    def _pass_on(self, number: int, frame: object) -> None:
+        """Pass the first signal on, at which workers save a checkpoint; kill them at a second one."""
+        self.signals.append(number)
+        for process in self._busy:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number if len(self.signals) == 1 else signal.SIGKILL)
 
-    def _start(self) -> None:
-        """Give every idle worker a job; start workers as long as there are jobs for them."""
-        idle = [worker for worker in self._workers if worker.job is None and worker.process.poll() is None]
-        while self._waiting and not self.asked and (idle or len(self._workers) < self.limit):
-            worker = idle.pop() if idle else self._started()
-            worker.job = self._waiting.pop(0)
-            order = {"job": {**vars(worker.job), "config": asdict(worker.job.config)}, **asdict(self.settings)}
-            with contextlib.suppress(BrokenPipeError):  # it has died; ``_bury`` tells
-                print(json.dumps(order), file=worker.process.stdin, flush=True)
+    async def _all(self) -> None:
+        await asyncio.gather(*(self._work() for _ in range(self.limit)))
 
-    def _started(self) -> _Worker:
-        # A session of its own: Ctrl-C reaches the parent alone, which passes it on once. A second would end a worker
-        # before its checkpoint is written.
-        process = subprocess.Popen(
-            [sys.executable, *PROGRAM],
+    async def _work(self) -> None:
+        """Give jobs to a worker process, and to another one if it dies, until none is left or a signal came."""
+        while self._waiting and not self.signals:
+            process = await self._started()
+            try:
+                while self._waiting and process.returncode is None:
+                    self._busy.add(process)  # before the look at the signals: later ones reach the process
+                    if self.signals:
+                        break
+                    await self._carry_out(process, self._waiting.pop(0))
+                    self._busy.remove(process)
+            finally:
+                if process in self._busy and process.returncode is None:  # without a job, or after an error of ours
+                    process.kill()
+                cast(asyncio.StreamWriter, process.stdin).close()  # at which it ends
+                await process.wait()
+
+    async def _started(self) -> Process:
+        # A new session, so that Ctrl-C reaches the parent only, which passes it on once. A second signal would end a
+        # worker before its checkpoint is written.
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            *PROGRAM,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
+            limit=2**24,  # bytes in a line
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": str(max(1, cores() // self.limit)), "PYTHONIOENCODING": "utf-8"},
         )
-        worker = _Worker(process, threading.Thread(target=lambda: self._read(worker, process.stdout), daemon=True))
-        worker.reader.start()
-        self._workers.append(worker)
-        return worker
 
-    def _read(self, worker: _Worker, lines: IO[str] | None) -> None:
-        for line in lines or ():
-            self._events.put((worker, line))
+    async def _carry_out(self, process: Process, job: Job) -> None:
+        """Order one job and show its events, until it is done or the worker has died."""
+        orders, lines = cast(asyncio.StreamWriter, process.stdin), cast(asyncio.StreamReader, process.stdout)
+        order = {"job": {**vars(job), "config": asdict(job.config)}, **asdict(self.settings)}
+        with contextlib.suppress(ConnectionError):  # it has died: its output ends
+            orders.write(f"{json.dumps(order)}\n".encode())
+            await orders.drain()
+        async for line in lines:
+            event = parsed(line) or {"event": "line", "text": line.decode(errors="replace").rstrip()}
+            if event["event"] == "done":
+                return self._finished(job, int(event["code"]), event["text"])
+            self._show(job, event)
+        number = -await process.wait()
+        death = f"ended by {signal.Signals(number).name}, which nobody here sent (out of memory?)" if number > 0 else ""
+        self._finished(job, 1, death)
 
-    def _pass_on_signals(self) -> None:
-        """Pass the first signal on, which asks for a checkpoint; a second one waits for nothing."""
-        for worker in self._busy():
-            if self.asked and not worker.told:
-                worker.process.send_signal(self.asked[0])
-                worker.told = True
-            elif len(self.asked) > 1:
-                worker.process.kill()
-
-    def _relay(self, wait: float) -> None:
-        with contextlib.suppress(queue.Empty):
-            self._hear(*self._events.get(timeout=wait))
-            while True:
-                self._hear(*self._events.get_nowait())
-
-    def _hear(self, worker: _Worker, line: str) -> None:
-        """Show one event of a worker under its job's name; anything that is no event is shown as it is."""
-        name, label = (self.named(worker.job), worker.job.label) if worker.job else ("worker", "")
-        event = parsed(line) or {"event": "line", "text": line.rstrip()}
-        if event["event"] == "done":
-            self._finished(worker, int(event["code"]), event["text"])
-        elif event["event"] == "line":
-            self.say.line(f"{name}: {event['text'].removeprefix(f'{label}: ')}")
+    def _show(self, job: Job, event: dict[str, Any]) -> None:
+        """Show one event of a worker under its job's name."""
+        name = self.named(job)
+        if event["event"] == "line":
+            self.say.line(f"{name}: {event['text'].removeprefix(f'{job.label}: ')}")
         else:
             getattr(self.say, event.pop("event"))(**{**event, "label": name})
 
-    def _finished(self, worker: _Worker, code: int, text: str) -> None:
-        if worker.job is None:
-            return
-        job, worker.job = worker.job, None
+    def _finished(self, job: Job, code: int, text: str) -> None:
         self.codes.append(code)
         name = self.named(job)
-        if self.asked and code:
+        if self.signals and code:
             self.say.end(name, "stopped")
             return
         if text:
             self.say.line(f"{name}: {text.removeprefix(f'{job.label}: ')}")
         failed = f", {sum(map(bool, self.codes))} of them failed" if any(self.codes) else ""
-        told = f"{len(self.codes)} of {len(self.jobs)} runs have ended{failed}"
-        self.say.end(name, "; ".join(filter(None, ["done" if code == 0 else "not finished", told, self.after(job)])))
-
-    def _bury(self) -> None:
-        """Take note of workers that died at work; another one is started for the jobs that are left."""
-        for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
-            worker.reader.join(timeout=5)
-            self._relay(wait=0.001)
-            number, died = -worker.process.returncode, ""
-            if number > 0:
-                died = f"ended by {signal.Signals(number).name}, which nobody here sent (out of memory?)"
-            self._finished(worker, 1, died)
-            self._workers.remove(worker)
-            _close(worker)
-
-    def _dismiss(self) -> None:
-        """Close the workers' inputs, at which they end; one that is still busy is left from an error of our own."""
-        for worker in self._workers:
-            if worker.job is not None:
-                worker.process.kill()
-            _close(worker)
-            worker.process.wait()
-
-
-def _close(worker: _Worker) -> None:
-    for pipe in (worker.process.stdin, worker.process.stdout):
-        with contextlib.suppress(BrokenPipeError):
-            if pipe is not None:
-                pipe.close()
+        progress = f"{len(self.codes)} of {len(self.jobs)} runs have ended{failed}"
+        texts = ["not finished" if code else "done", progress, self.after(job)]
+        self.say.end(name, "; ".join(filter(None, texts)))

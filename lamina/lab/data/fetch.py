@@ -1,4 +1,4 @@
-"""Fetch data sets with pooch: into a temporary folder, checked to the byte, then put in place in one step."""
+"""Fetch data sets with pooch: into a temporary folder, compared with their hashes, then moved into place."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from .formats import BadFile, File
 from .registry import EMBEDDED, asked_root, default_root, find, lookup
 
 TIMEOUT = 30.0  # seconds of silence
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def get(
     name: str, folder: str | os.PathLike[str] | None = None, *, base_urls: Sequence[str] | None = None
 ) -> list[Path]:
-    """Fetch a data set into ``<folder>/<name>/`` and return its files; what is there and right is not fetched again.
+    """Fetch a data set into ``<folder>/<name>/`` and return its files; correct files are not fetched again.
 
     Args:
-        name: of the data set.
-        folder: the folder of data sets, as ``--data``; by default ``LAMINA_DATA``, else the cache folder.
-        base_urls: addresses to which file names are added, in place of the published ones.
+        name: name of the data set.
+        folder: folder of data sets, as ``--data``; by default ``LAMINA_DATA``, or else the cache folder.
+        base_urls: addresses to use in place of the published ones; file names are appended.
     """
-    source, asked = lookup(name), asked_root(folder)
-    if asked == EMBEDDED:
+    source, requested = lookup(name), asked_root(folder)
+    if requested == EMBEDDED:
         rule = "a data set is fetched into a folder"
         raise fail(rule, f"--data {EMBEDDED}", "Pass a folder; embedded data needs none.")
-    root = Path(asked) if asked else default_root()
-    present = find(source, root)
-    if present is not None and not present.missing and all(_is_right(f, path) for f, path in present.files.items()):
-        return list(present.files.values())
+    root = Path(requested or default_root())
+    local = find(source, root)
+    if local is not None and not local.missing and all(_is_right(f, path) for f, path in local.files.items()):
+        return list(local.files.values())
     home, bases = root / name, _checked(base_urls or source.bases)
     with _disk_errors(home):
         home.mkdir(parents=True, exist_ok=True)
@@ -50,12 +50,12 @@ def _checked(bases: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _disk_errors(home: Path) -> Iterator[None]:
-    """Turn what the disk refuses into one line."""
+    """Turn an error of the disk into one line."""
     try:
         yield
     except OSError as error:
         what = f"{error.filename or home}: {error.strerror or error}"
-        if error.errno in NO_ROOM:
+        if error.errno in DISK_FULL:
             raise RunError(f"the disk has no room for {what}. Make room and run the same command again") from None
         remedy = "Pass a folder that you may write with --data."
         raise fail(f"{home} must be a folder that can be written", what, remedy) from None
@@ -82,7 +82,7 @@ def _fetch(file: File, home: Path, bases: Sequence[str]) -> Path:
 
 
 def _attempt(url: str, file: File, final: Path) -> str | None:
-    """Fetch a file from one address; return the reason where that fails."""
+    """Fetch a file from one address; return the reason if that fails."""
     import pooch
     import requests
     from tqdm import tqdm
@@ -95,7 +95,7 @@ def _attempt(url: str, file: File, final: Path) -> str | None:
             download(url, str(part), None)
             file.read(part)
         except BadFile as error:
-            return error.found
+            return error.received
         except requests.RequestException as error:
             cause = getattr(error.args[0], "reason", error) if error.args else error
             return " ".join(str(cause).rpartition("): ")[2].split())  # without the connection's own name

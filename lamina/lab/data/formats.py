@@ -1,4 +1,4 @@
-"""Published files: checked against their size and SHA-256 first, then cut into arrays."""
+"""Published files: compared with their size and SHA-256, then read as arrays."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Reader = Callable[[Mapping[str, bytes]], dict[str, Array]]
 
 
 class BadFile(InputError):
-    """A file that is not what it must be; ``remedy`` is None where fetching it again is the remedy."""
+    """File that is not the published one; ``remedy`` is None if the file is to be fetched again."""
 
-    def __init__(self, path: Path, expected: str, found: str, remedy: str | None = None) -> None:
-        self.rule, self.found, self.remedy = f"{path} must be {expected}", " ".join(found.split()), remedy
-        super().__init__(f"{self.rule}, got {self.found}. {remedy or 'Delete it and fetch it again.'}")
+    def __init__(self, path: Path, expected: str, received: str, remedy: str | None = None) -> None:
+        self.rule, self.received, self.remedy = f"{path} must be {expected}", " ".join(received.split()), remedy
+        super().__init__(f"{self.rule}, got {self.received}. {remedy or 'Delete it and fetch it again.'}")
 
 
 @dataclass(frozen=True)
 class File:
-    """One published file. Size and hash are those of the content where it is packed: mirrors differ in gzip headers."""
+    """One published file. Size and hash are of the unpacked content: mirrors differ in gzip headers."""
 
     name: str
     size: int
@@ -40,18 +40,18 @@ class File:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Names on the disk: as published, unpacked, or with a dot as some archives write it."""
+        """Possible names on the disk: as published, unpacked, or with a dot as in some archives."""
         if not self.packed:
             return (self.name,)
         dotted = self.name.replace("-idx", ".idx")
         return (f"{self.name}.gz", self.name, f"{dotted}.gz", dotted)
 
     def read(self, path: Path) -> bytes:
-        """Return the content, as published to the byte or not at all."""
+        """Return the content; raise ``BadFile`` if a single byte differs from the published one."""
         expected = f"the published {self.name}"
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
-            found = "a folder" if path.is_dir() else "something that is no plain file"
-            raise BadFile(path, expected, found, "Move it away and put the file in its place.")
+            received = "a folder" if path.is_dir() else "something that is no plain file"
+            raise BadFile(path, expected, received, "Move it away and put the file in its place.")
         try:
             content = self._content(path)
         except EOFError:
@@ -67,7 +67,7 @@ class File:
         return content
 
     def _content(self, path: Path) -> bytes:
-        """Return at most one byte more than there must be. Browsers unpack files and leave ``.gz`` in the name."""
+        """Return the content, cut one byte after its published size. Browsers unpack files but leave the ``.gz``."""
         with open(path, "rb") as file:
             packed = self.packed and file.read(2) == b"\x1f\x8b"
             file.seek(0)
@@ -129,7 +129,7 @@ def read_cifar_fifth(files: Mapping[str, bytes]) -> dict[str, Array]:
 
 def read_cifar_subset(files: Mapping[str, bytes]) -> dict[str, Array]:
     """Read the first fifth of CIFAR-10 from an npz file."""
-    return {f"{split}_{kind}": array for (kind, split), array in ((k.split("_"), a) for k, a in _npz(files).items())}
+    return {"_".join(reversed(key.split("_"))): array for key, array in _npz(files).items()}  # "x_train" is "train_x"
 
 
 def read_binarized_amat(files: Mapping[str, bytes]) -> dict[str, Array]:

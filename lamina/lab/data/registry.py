@@ -1,8 +1,7 @@
 """Data sets: one row each of files, SHA-256 and licence, and a small embedded stand-in.
 
-A set is looked for in the folder that was asked for (argument or ``LAMINA_DATA``), else in the cache folder; where the
-cache has none, the embedded stand-in is taken and every label says so. A folder that was asked for and lacks the set
-is an error.
+A data set is read from the requested folder (argument or ``LAMINA_DATA``), or else from the cache folder. A requested
+folder without the set is an error. If the cache does not have it, the embedded stand-in is used, and labels say so.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ class Dataset:
     sha256: dict[str, str]
 
     def describe(self) -> dict[str, Any]:
-        """Return what run folders and records keep about the data."""
+        """Return the description of the data that run folders and records store."""
         sizes = _sizes(self.arrays)
         return {"name": self.name, "kind": self.kind, "label": self.label, "sizes": sizes, "sha256": self.sha256}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way a set may lie on the disk: folders below the root ("." is the root itself), files, and their reader."""
+    """Possible place of a set on the disk: folders below the root ("." is the root itself), files, and their reader."""
 
     folders: tuple[str, ...]
     files: tuple[File, ...]
@@ -68,8 +67,8 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Found:
-    """Files of a layout that are there, and the names of those that are not."""
+class LocalFiles:
+    """Paths of a layout's files, and the names of missing ones."""
 
     layout: Layout
     folder: Path
@@ -83,35 +82,35 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
     Args:
         name: a row of ``SOURCES``.
         root: folder that holds the set's folder, or that folder itself; "embedded" for the stand-in. By default
-            what ``LAMINA_DATA`` says, else the cache folder where it has the set, else the stand-in.
+            ``LAMINA_DATA``, or else the cache folder if it has the set, or else the stand-in.
     """
     source = lookup(name)
-    asked = asked_root(root)
-    folder = _folder(asked)
-    found = None if asked == EMBEDDED else find(source, folder)
-    if found is None and asked in (None, EMBEDDED):
+    requested = asked_root(root)
+    folder = _folder(requested)
+    local = None if requested == EMBEDDED else find(source, folder)
+    if local is None and requested in (None, EMBEDDED):
         arrays = source.stand_in()
         digests = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in arrays.items()}
         return Dataset(name, EMBEDDED, source.stand_in_title, arrays, digests)
-    if found is None:
+    if local is None:
         absence = "does not hold it" if folder.is_dir() else "is a file" if folder.exists() else "is not there"
         rule, received = f"--data must be a folder with {name} in it", f"{folder}, which {absence}"
         raise fail(rule, received, _remedy(name, folder))
-    if found.missing:
-        rule = f"{found.folder} must hold {', '.join(file.name for file in found.layout.files)}"
-        raise fail(rule, f"no {', '.join(found.missing)}", _remedy(name, folder))
-    return _real(source, found, folder)
+    if local.missing:
+        rule = f"{local.folder} must hold {', '.join(file.name for file in local.layout.files)}"
+        raise fail(rule, f"no {', '.join(local.missing)}", _remedy(name, folder))
+    return _real(source, local, folder)
 
 
-def _real(source: Source, found: Found, root: Path) -> Dataset:
+def _real(source: Source, local: LocalFiles, root: Path) -> Dataset:
     try:
-        arrays = found.layout.read({file.name: file.read(path) for file, path in found.files.items()})
+        arrays = local.layout.read({file.name: file.read(path) for file, path in local.files.items()})
     except BadFile as error:
-        other = next((s.title for s in SOURCES.values() for f in s.layouts[0].files if f.sha256 in error.found), None)
-        if other:
-            raise fail(error.rule, f"that of {other}", "Pass the folder that holds the set itself.") from None
+        other = (s.title for s in SOURCES.values() for file in s.layouts[0].files if file.sha256 in error.received)
+        if title := next(other, None):
+            raise fail(error.rule, f"that of {title}", "Pass the folder that holds the set itself.") from None
         remedy = error.remedy or f"Delete it and run `{_fetch_command(source.name, root)}`."
-        raise fail(error.rule, error.found, remedy) from None
+        raise fail(error.rule, error.received, remedy) from None
     counted = " + ".join(f"{count:,}" for count in _sizes(arrays).values())
     digests = {file.name: file.sha256 for file in source.layouts[0].files}
     return Dataset(source.name, "real", f"{source.title} (real: {counted})", arrays, digests)
@@ -128,9 +127,9 @@ def lookup(name: str) -> Source:
 
 
 def asked_root(root: str | os.PathLike[str] | None = None) -> str | None:
-    """Return the folder asked for by argument or environment, "embedded" for the stand-in, or None."""
-    asked = os.environ.get(ROOT_VARIABLE) if root is None else os.fspath(root)
-    return os.path.expanduser(asked) if asked else None
+    """Return the folder that argument or environment name, "embedded" for the stand-in, or None."""
+    folder = os.environ.get(ROOT_VARIABLE) if root is None else os.fspath(root)
+    return os.path.expanduser(folder) if folder else None
 
 
 def default_root() -> Path:
@@ -139,25 +138,23 @@ def default_root() -> Path:
     return Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache")) / "lamina"
 
 
-def _folder(asked: str | None) -> Path:
-    return default_root() if asked in (None, EMBEDDED) else Path(str(asked))
+def _folder(requested: str | None) -> Path:
+    return default_root() if requested in (None, EMBEDDED) else Path(str(requested))
 
 
-def find(source: Source, root: Path) -> Found | None:
-    """Return the first complete layout below ``root``, else the first that is there in part, else None."""
-    looks = [_look(layout, root / folder) for layout in source.layouts for folder in layout.folders]
-    begun = [found for found in looks if found.files]
-    return next((found for found in begun if not found.missing), begun[0] if begun else None)
+def find(source: Source, root: Path) -> LocalFiles | None:
+    """Return the first complete layout below ``root``, or else the first incomplete one, or else None."""
+    candidates = [_find_layout(layout, root / folder) for layout in source.layouts for folder in layout.folders]
+    return min((local for local in candidates if local.files), key=lambda local: bool(local.missing), default=None)
 
 
-def _look(layout: Layout, folder: Path) -> Found:
-    held = _names(folder)
-    files = {}
+def _find_layout(layout: Layout, folder: Path) -> LocalFiles:
+    names, files = _names(folder), {}
     for file in layout.files:
-        there = [folder / spelling for spelling in file.spellings if spelling in held]
-        if there:  # a folder of that name serves only where no file has it; then reading it says so
-            files[file] = min(there, key=os.path.isdir)
-    return Found(layout, folder, files, tuple(file.name for file in layout.files if file not in files))
+        paths = [folder / spelling for spelling in file.spellings if spelling in names]
+        if paths:  # rather a file than a folder of that name; reading a folder raises
+            files[file] = min(paths, key=os.path.isdir)
+    return LocalFiles(layout, folder, files, tuple(file.name for file in layout.files if file not in files))
 
 
 def _names(folder: Path) -> set[str]:
@@ -179,17 +176,17 @@ def _remedy(name: str, root: Path) -> str:
 
 
 def status(source: Source, root: str | os.PathLike[str] | None = None) -> tuple[Path, str, int]:
-    """Return where a set is looked for, its state, and the bytes on the disk of what is there.
+    """Return the folder of a set, its state, and the size of its files in bytes.
 
     state: "present", "incomplete", "absent" or "unreadable". Files are not opened: ``load`` checks their content.
     """
     folder = _folder(asked_root(root))
     home, state, size = folder / source.name, "absent", 0
     try:
-        found = find(source, folder)
-        if found is not None:
-            home, state = found.folder, "incomplete" if found.missing else "present"
-            size = sum(path.stat().st_size for path in found.files.values() if path.is_file())
+        local = find(source, folder)
+        if local is not None:
+            home, state = local.folder, "incomplete" if local.missing else "present"
+            size = sum(path.stat().st_size for path in local.files.values() if path.is_file())
     except (InputError, OSError):  # a folder that cannot be read must not hide the other sets
         state = "unreadable"
     return home, state, size

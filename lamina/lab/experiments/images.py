@@ -55,14 +55,14 @@ def _read(name: str, root: str | None) -> registry.Dataset:
 
 
 def split(dataset: registry.Dataset, config: Any) -> Images:
-    """Cut the training cases; small stand-ins keep most of theirs."""
+    """Hold out validation cases, at most a tenth of the training cases, so that small stand-ins keep most of theirs."""
     train, test = (
         (torch.from_numpy(dataset.arrays[f"{part}_x"]), torch.from_numpy(dataset.arrays[f"{part}_y"]).long())
         for part in ("train", "test")
     )
-    held = min(config.held_out, len(train[0]) // 10)
-    kept, valid = ((train[0][part], train[1][part]) for part in (slice(held, None), slice(held)))
-    return Images(dataset, {"train": kept, "valid": valid, "test": test})
+    held_out = min(config.held_out, len(train[0]) // 10)
+    rest, valid = ((train[0][part], train[1][part]) for part in (slice(held_out, None), slice(held_out)))
+    return Images(dataset, {"train": rest, "valid": valid, "test": test})
 
 
 def batches(config: Any, data: Images, seed: int) -> ShuffledBatches:
@@ -89,7 +89,7 @@ def loss(model: nn.Module, batch: Split, draws: Draws) -> Loss:
 def evaluations(config: Any, ready: Ready = nothing, chunk: int = CHUNK) -> tuple[Evaluation, ...]:
     """Return one evaluation of all cases, or the curves' on few cases and test cases once an epoch.
 
-    ready: called with model, data and settings before each, in case the model has to get ready.
+    ready: called with model, data and settings before each evaluation, to prepare the model.
     """
 
     def measure(*names: str) -> Callable[..., Mapping[str, Tensor]]:
@@ -114,13 +114,13 @@ def shown(data: Images, config: Any) -> Images:
 @torch.no_grad()
 def measured(model: nn.Module, data: Images, names: Sequence[str], chunk: int = CHUNK) -> dict[str, Tensor]:
     """Return NLL and error of the named splits."""
-    found: dict[str, Tensor] = {}
+    metrics: dict[str, Tensor] = {}
     for name in names:
         split = data.splits[name]
         if len(split[0]):
             nll, wrong = (sum(parts) / len(split[0]) for parts in zip(*_sums(model, split, chunk)))
-            found |= {f"{name}_nll": nll, f"{name}_error": wrong}
-    return found
+            metrics |= {f"{name}_nll": nll, f"{name}_error": wrong}
+    return metrics
 
 
 def parts(split: Split, chunk: int = CHUNK) -> Iterator[Tensor]:
@@ -139,7 +139,7 @@ def _sums(model: nn.Module, split: Split, chunk: int) -> Iterator[tuple[Tensor, 
 
 
 def artefacts(model: nn.Module, data: Images, config: Any, draws: Draws, folder: Path) -> None:
-    """Write nothing: curves tell all there is."""
+    """Write nothing: the curves are the only result."""
 
 
 @torch.no_grad()

@@ -31,23 +31,20 @@ UPDATES = 600
 
 def study(seed: int = 0, done: Callable[[str], None] = lambda part: None) -> list[Picture]:
     """Compute all parts one after another, in the order of the page; ``done`` hears of each."""
-    found = []
+    parts = []
     for part in (_invariances, _fisher, _divergence, _rates, _training, _noise):
-        torch_state = torch.random.get_rng_state()
-        torch.manual_seed(seed)
-        try:
-            found.append(part(seed))
-        finally:
-            torch.random.set_rng_state(torch_state)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            parts.append(part(seed))
         done(part.__name__.strip("_"))
-    return found
+    return parts
 
 
-def write(found: Sequence[Picture], out: Path, seed: int) -> list[Path]:
-    """Write analysis.html and one SVG for each picture."""
-    page = rendered("analysis.html.j2", pictures=found, seed=seed)
+def write(parts: Sequence[Picture], out: Path, seed: int) -> list[Path]:
+    """Write analysis.html and one SVG for each part's picture."""
+    page = rendered("analysis.html.j2", pictures=parts, seed=seed)
     out.mkdir(parents=True, exist_ok=True)
-    files = {"analysis.html": page, **{f"analysis-{drawn.name}.svg": drawn.svg for drawn, _, _ in found}}
+    files = {"analysis.html": page, **{f"analysis-{drawing.name}.svg": drawing.svg for drawing, _, _ in parts}}
     for name, text in files.items():
         (out / name).write_text(text.rstrip() + "\n", encoding="utf-8")
     return [out / name for name in files]
@@ -55,16 +52,12 @@ def write(found: Sequence[Picture], out: Path, seed: int) -> list[Path]:
 
 def _layers(inputs: int, units: int) -> dict[str, Linear]:
     """Return one layer of each kind, with the same random weights, and gains and biases near their usual values."""
-    found = {}
-    weight, gain, bias = torch.randn(units, inputs).double(), 1 + 0.2 * torch.randn(units), 0.3 * torch.randn(units)
+    weight, gain, bias = torch.randn(units, inputs), 1 + 0.2 * torch.randn(units), 0.3 * torch.randn(units)
+    layers = {}
     for name, norm in NORMS.items():
-        layer = Linear(inputs, units, norm=norm, eps=0.0, activation="identity", dtype=torch.float64)
-        with torch.no_grad():
-            for own, value in (("weight", weight), ("gain", gain), ("bias", bias)):
-                if getattr(layer, own, None) is not None:
-                    getattr(layer, own).copy_(value)
-        found[name] = layer
-    return found
+        layers[name] = Linear(inputs, units, norm=norm, eps=0.0, activation="identity", dtype=torch.float64)
+        layers[name].load_state_dict({"weight": weight, "gain": gain, "bias": bias}, strict=False)
+    return layers
 
 
 # The parts
@@ -73,40 +66,34 @@ def _layers(inputs: int, units: int) -> dict[str, Linear]:
 def _invariances(seed: int) -> Picture:
     exact, loose = invariance_table(seed=seed), invariance_table(seed=seed, eps=1e-5)
     names = list(dict.fromkeys(e.transform for e in exact.rows))
-    cells = {
-        norm: [(e.deviation, e.paper == "invariant") for e in (exact.entry(name, value) for name in names)]
-        for norm, value in NORMS.items()
-    }
-    rows = []
+    cells, rows = {}, []
+    for title, norm in NORMS.items():
+        entries = [exact.entry(name, norm) for name in names]
+        cells[title] = [(e.deviation, e.paper == "invariant") for e in entries]
     for name in names:
         entries = [loose.entry(name, norm) for norm in NORMS.values()]
-        shown = (f"{e.deviation:.1e}" + (f" (eps: {e.predicted:.1e})" if e.predicted else "") for e in entries)
-        rows.append([name, *shown])
-    told = "The same with eps = 1e-5: the change of the output, and in brackets the largest change that eps explains"
-    table = Table(told, ["", *(TITLES[n] for n in NORMS)], rows)
+        changes = (f"{e.deviation:.1e}" + (f" (eps: {e.predicted:.1e})" if e.predicted else "") for e in entries)
+        rows.append([name, *changes])
+    caption = "The same with eps = 1e-5: the change of the output, and in brackets the largest change that eps explains"
+    table = Table(caption, ["", *(TITLES[n] for n in NORMS)], rows)
     return pictures.invariance_map(names, cells)._replace(table=table)
 
 
 def _fisher(seed: int) -> Picture:
     x = torch.randn(400, 4, dtype=torch.float64)
-    layers = _layers(4, 3)
-    matrices = {name: fisher(layer, x, "bernoulli") for name, layer in layers.items()}
     short = {"weight": "W", "gain": "g", "bias": "b"}
-    edges = {
-        name: [(short.get(p, p), part.stop - part.start) for p, part in where(layer).items()]
-        for name, layer in layers.items()
-    }
-    rows = []
-    for name, matrix in matrices.items():
-        values = torch.linalg.eigvalsh(matrix)
-        null = int((values < 1e-10 * values[-1]).sum())
-        printed = fisher(layers[name], x, "bernoulli", "printed")
-        off = float((printed - matrix).norm() / matrix.norm())
-        derived = null_directions(layers[name]).shape[1]
-        rows.append([TITLES[name], str(len(matrix)), str(null), str(derived), f"{off:.1e}"])
+    matrices, edges, rows = {}, {}, []
+    for name, layer in _layers(4, 3).items():
+        matrix, printed = (fisher(layer, x, "bernoulli", method) for method in ("jacobian", "printed"))
+        matrices[name] = matrix.numpy()
+        edges[name] = [(short[parameter], part.stop - part.start) for parameter, part in where(layer).items()]
+        eigenvalues = torch.linalg.eigvalsh(matrix)
+        null = int((eigenvalues < 1e-10 * eigenvalues[-1]).sum())
+        error = float((printed - matrix).norm() / matrix.norm())
+        rows.append([TITLES[name], *map(str, (len(matrix), null, null_directions(layer).shape[1])), f"{error:.1e}"])
     columns = ["", "parameters", "null directions found", "null directions derived", "relative error of the printed F"]
-    drawn = pictures.fisher_maps({name: m.numpy() for name, m in matrices.items()}, edges)
-    return drawn._replace(table=Table("One layer of 4 inputs and 3 logistic outputs, 400 cases", columns, rows))
+    table = Table("One layer of 4 inputs and 3 logistic outputs, 400 cases", columns, rows)
+    return pictures.fisher_maps(matrices, edges)._replace(table=table)
 
 
 def _divergence(seed: int) -> Picture:
@@ -124,16 +111,17 @@ def _rates(seed: int) -> Picture:
     x, target = torch.randn(64, 6, dtype=torch.float64), torch.randn(64, 5, dtype=torch.float64)
     angles: dict[str, dict[str, Sequence[float]]] = {"sgd": {}, "adam": {}}
     rows = []
-    layers = {name: layer for name, layer in _layers(6, 5).items() if name != "none"}
+    layers = _layers(6, 5)
+    del layers["none"]
     for name, layer in layers.items():
         for optimiser in angles:
             rate = effective_rate(layer, x, lambda out: (out - target).square().mean(), SCALES, optimiser, lr=1e-3)
             angles[optimiser][name] = rate.angle
-            if optimiser == "sgd":
-                rows.append([TITLES[name], *(f"{v:.4g}" for v in (rate.weights[1], rate.gain[1], rate.gradient[1]))])
+        # The factors are the same for both optimisers.
+        rows.append([TITLES[name], *(f"{factors[1]:.4g}" for factors in (rate.weights, rate.gain, rate.gradient))])
     columns = ["", "F among weights", "F between weights and gains", "gradient"]
-    told = "Factors when the weights double: 1/4, 1/2 and 1/2 by theory (the paper prints 1/2 for the first)"
-    return pictures.rates(SCALES, angles)._replace(table=Table(told, columns, rows))
+    caption = "Factors when the weights double: 1/4, 1/2 and 1/2 by theory (the paper prints 1/2 for the first)"
+    return pictures.rates(SCALES, angles)._replace(table=Table(caption, columns, rows))
 
 
 def _training(seed: int) -> Picture:
@@ -152,8 +140,8 @@ def _training(seed: int) -> Picture:
         rows.append([TITLES[name], f"{norms[-1] / norms[0]:.2f}", shorter, *ends])
     columns = ["", "norm at the end, relative", "updates that made it shorter"]
     columns += ["angle, first ten updates", "angle, last ten", "loss, last ten"]
-    told = f"Hidden layer of 32 units, plain gradient descent on {images.label}"
-    return pictures.training(history)._replace(table=Table(told, columns, rows))
+    caption = f"Hidden layer of 32 units, plain gradient descent on {images.label}"
+    return pictures.training(history)._replace(table=Table(caption, columns, rows))
 
 
 def _trained(
@@ -169,9 +157,9 @@ def _trained(
         optimiser.step()
         tracker.observe()
         losses.append(loss.item())
-    seen = tracker.history["0.weight"]
-    angles = torch.tensor([o.angle for o in seen[1:]]).view(-1, 10).mean(1)
-    return {"norm": [o.norm for o in seen], "angle": angles.tolist()}, sum(losses[-10:]) / 10
+    history = tracker.history["0.weight"]
+    angles = torch.tensor([observation.angle for observation in history[1:]]).view(-1, 10).mean(1)
+    return {"norm": [observation.norm for observation in history], "angle": angles.tolist()}, sum(losses[-10:]) / 10
 
 
 def _noise(seed: int) -> Picture:
@@ -181,10 +169,10 @@ def _noise(seed: int) -> Picture:
     for size in BATCHES:
         _, spread = noise.batch_errors(population, size, 4000, generator)
         draws[size] = spread.rsqrt().flatten().numpy()
-        seen = noise.measured_noise(population, size, 8000, generator)
-        expected = (seen.gaussian_scale_sd, seen.expected_scale_sd(), seen.expected_scale_sd("printed"))
-        rows.append([str(size), *(f"{v:.3g}" for v in (seen.scale_sd, *expected, seen.spread_variance))])
+        measured = noise.measured_noise(population, size, 8000, generator)
+        expected = (measured.gaussian_scale_sd, measured.expected_scale_sd(), measured.expected_scale_sd("printed"))
+        rows.append([str(size), *(f"{v:.3g}" for v in (measured.scale_sd, *expected, measured.spread_variance))])
     columns = ["batch size N", "deviation of sigma / sigma~", "exact", "by 2/N", "by 1/N, as printed"]
     columns += ["N times the variance of sigma~² / sigma²"]
-    told = "Sampling noise, measured and predicted. Exact: for normal inputs. By 2/N and 1/N: to first order in 1/N"
-    return pictures.noise(draws)._replace(table=Table(told, columns, rows))
+    caption = "Sampling noise, measured and predicted. Exact: for normal inputs. By 2/N and 1/N: to first order in 1/N"
+    return pictures.noise(draws)._replace(table=Table(caption, columns, rows))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .drawings import COLOURS, DASHES, INK, MARKERS, Drawing, Key, Part, drawing, plain_ticks, shortened
+from .drawings import COLOURS, DASHES, INK, MARKERS, Drawing, Key, Part, drawing, plain_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 TITLES = {"layer": "layer norm", "batch": "batch norm", "none": "no norm", "weight": "weight norm"}
 EXACT = 1e-16  # what a difference of nothing is drawn as on a logarithmic scale
 _GUIDE: dict[str, Any] = {"color": INK, "linewidth": 0.9, "linestyle": ":"}
+_LOGARITHMIC = {"xscale": "log", "yscale": "log"}
 _COUNTED: dict[str, Any] = {"color": INK, "alpha": 0.25}
 
 Numbers = Sequence[float]
@@ -33,7 +34,7 @@ class Picture(NamedTuple):
 
 
 def _part(title: str, shows: str, paint: Callable[[Axes], None], height: float = 2.9) -> Part:
-    return Part(title, shortened(f"{title}: {shows}."), paint, height)
+    return Part(title, f"{title}: {shows}.", paint, height)
 
 
 def _look(norm: str) -> dict[str, Any]:
@@ -46,19 +47,23 @@ def _norm_keys(norms: Mapping[str, Any]) -> list[Key]:
     return [Key(TITLES[norm], _look(norm)) for norm in norms]
 
 
-def _lines(
-    ax: Axes, lines: Mapping[str, tuple[Any, Any]], labels: tuple[str, str], guide: Any = None, scale: str = "loglog"
-) -> None:
-    """Draw a line (x, y) for each norm, and a dotted one as a guide."""
-    for norm, (x, y) in lines.items():
-        getattr(ax, scale)(x, y, **{**_look(norm), "markevery": max(1, len(x) // 8)})
-    if guide is not None:
-        getattr(ax, scale)(*guide, **_GUIDE)
-    ax.set(xlabel=labels[0], ylabel=labels[1])
-    ax.grid(True)
-    for axis, limits in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
-        if axis.get_scale() == "log":
-            plain_ticks(axis, *limits)
+def _curves(
+    title: str, shows: str, x: Numbers, lines: Mapping[str, Numbers], guide: Numbers = (), /, **axes: str
+) -> Part:
+    """Return a line for each norm and a dotted one as a guide, on axes with these labels and scales."""
+
+    def paint(ax: Axes) -> None:
+        for norm, y in lines.items():
+            ax.plot(x, y, **_look(norm), markevery=max(1, len(x) // 8))
+        if guide:
+            ax.plot(x, guide, **_GUIDE)
+        ax.set(**axes)
+        ax.grid(True)
+        for axis in (ax.xaxis, ax.yaxis):
+            if axis.get_scale() == "log":
+                plain_ticks(axis)
+
+    return _part(title, shows, paint)
 
 
 # The pictures
@@ -74,17 +79,15 @@ def invariance_map(columns: Sequence[str], rows: Mapping[str, Sequence[tuple[flo
         ax.set_yticks(range(len(columns)), [name[::-1].replace(" ", "\n", 1)[::-1] for name in columns])
         for x, row in enumerate(rows.values()):
             for y, (size, claimed) in enumerate(row):
-                look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8.5}
-                colour = "#ffffff" if size < 1e-5 else "#101014"
-                ax.text(x, y, f"{size:.0e}\n{'invariant' if claimed else 'no'}", color=colour, **look)
+                text, colour = "invariant" if claimed else "no", "#ffffff" if size < 1e-5 else "#101014"
+                ax.text(x, y, f"{size:.0e}\n{text}", color=colour, ha="center", va="center", fontsize=8.5)
 
+    agree = all((size < 1e-9) == claimed for row in rows.values() for size, claimed in row)
     caption = (
         "Each cell shows how much a transformation of the weights or of the data changes the output of one layer, and "
         'below it the paper\'s entry: "invariant" or "no". Blue cells change by rounding errors only (float64, eps = '
-        "0). All cells agree with the paper."
+        f"0). {'All' if agree else 'Not all'} cells agree with the paper."
     )
-    agree = all((size < 1e-9) == claimed for row in rows.values() for size, claimed in row)
-    caption = caption if agree else caption.replace("All cells agree", "Not all cells agree")
     part = _part("Change of the output", "norms by transformations, with the paper's entries", paint, 4.3)
     return Picture(drawing("invariances", "Table 1, measured", [part], style="map"), caption)
 
@@ -99,58 +102,53 @@ def fisher_maps(matrices: Mapping[str, NDArray[np.float64]], edges: Mapping[str,
         "blocks along the diagonal. Layer norm ties all units together."
     )
     parts = [
-        _part(TITLES[norm], "size of each entry", partial(_paint_matrix, matrix=matrix, edges=edges[norm]), 3.6)
+        _part(TITLES[norm], "size of each entry", partial(_paint_matrix, matrix, edges[norm]), 3.6)
         for norm, matrix in matrices.items()
     ]
-    colours = colormaps["cividis"](np.linspace(1, 0, 5))
+    square = {"marker": "s", "markersize": 10, "linestyle": "none"}
     names = ("the largest entry", "0.1 of it", "0.01", "0.001", "0.0001 or less")
-    squares = [{"marker": "s", "markersize": 10, "linestyle": "none", "color": tuple(colour)} for colour in colours]
-    keys = [Key(name, look) for name, look in zip(names, squares)]
+    colours = map(tuple, colormaps["cividis"](np.linspace(1, 0, 5)))
+    keys = [Key(name, {**square, "color": colour}) for name, colour in zip(names, colours)]
     return Picture(drawing("fisher", "Fisher matrices of the four models", parts, keys, style="map"), caption)
 
 
-def _paint_matrix(ax: Axes, matrix: NDArray[np.float64], edges: Sequence[tuple[str, int]]) -> None:
+def _paint_matrix(matrix: NDArray[np.float64], edges: Sequence[tuple[str, int]], ax: Axes) -> None:
     ax.imshow(np.log10(np.maximum(np.abs(matrix) / np.abs(matrix).max(), 1e-6)), cmap="cividis", vmin=-4, vmax=0)
     ends = np.cumsum([width for _, width in edges])
     for end in ends:
         ax.axhline(end - 0.5, color="#ffffff", linewidth=0.8)
         ax.axvline(end - 0.5, color="#ffffff", linewidth=0.8)
-    middles = [end - width / 2 - 0.5 for end, (_, width) in zip(ends, edges)]
-    for which in (ax.set_xticks, ax.set_yticks):
-        which(middles, [name for name, _ in edges])
+    middles, names = [end - width / 2 - 0.5 for end, (_, width) in zip(ends, edges)], [name for name, _ in edges]
+    ax.set(xticks=middles, xticklabels=names, yticks=middles, yticklabels=names)
 
 
 def rates(scales: Numbers, angles: Mapping[str, Mapping[str, Numbers]]) -> Picture:
     """Draw the angle by which one update turns the weights, against their norm, for each optimiser and norm."""
-    names = {"sgd": ("gradient descent", 2), "adam": ("Adam", 1)}
-    labels = ("norm of the weights, relative", "angle of one update, radians")
-    parts = []
-    for optimiser, lines in angles.items():
-        title, power = names[optimiser]
-        guide = scales, [1.6 * lines["layer"][0] * s**-power for s in scales]
-        drawn = {norm: (scales, values) for norm, values in lines.items()}
-        paint = partial(_lines, lines=drawn, labels=labels, guide=guide)
-        parts.append(_part(title, f"{labels[1]} against {labels[0]}", paint))
+    axes = {**_LOGARITHMIC, "xlabel": "norm of the weights, relative", "ylabel": "angle of one update, radians"}
+    shows, parts = "angle of one update, radians against norm of the weights, relative", []
+    for lines, title, power in ((angles["sgd"], "gradient descent", 2), (angles["adam"], "Adam", 1)):
+        guide = [1.6 * lines["layer"][0] * s**-power for s in scales]
+        parts.append(_curves(title, shows, scales, lines, guide, **axes))
     caption = (
         "Larger weights turn less in one update: by 1 over their squared norm with gradient descent, by 1 over their "
         "norm with Adam. The effective learning rate falls as normalised weights grow, while the layer's function "
         "stays the same."
     )
-    guide_key = Key("1 / norm² (gradient descent) or 1 / norm (Adam)", _GUIDE)
-    keys = [*_norm_keys(angles["sgd"]), guide_key]
+    keys = [*_norm_keys(angles["sgd"]), Key("1 / norm² (gradient descent) or 1 / norm (Adam)", _GUIDE)]
     return Picture(drawing("rates", "Effective learning rate against the norm of the weights", parts, keys), caption)
 
 
 def training(history: Mapping[str, Mapping[str, Numbers]]) -> Picture:
     """Draw the norm of the weights, and the angle that they turn in an update, along a training run."""
-    norms = {
-        norm: (range(len(seen["norm"])), np.divide(seen["norm"], seen["norm"][0])) for norm, seen in history.items()
-    }
-    angles = {norm: (np.arange(len(seen["angle"])) * 10 + 5, seen["angle"]) for norm, seen in history.items()}
-    labels = ("update", "norm, relative to the first"), ("update", "angle of one update, radians")
+    norms = {name: np.divide(run["norm"], run["norm"][0]).tolist() for name, run in history.items()}
+    angles = {name: run["angle"] for name, run in history.items()}
+    updates = range(len(norms["layer"]))
+    axes = {"xlabel": "update", "ylabel": "angle of one update, radians", "yscale": "log"}
     parts = [
-        _part("norm of the weights", "by update", partial(_lines, lines=norms, labels=labels[0], scale="plot")),
-        _part("how far they turn", "by update", partial(_lines, lines=angles, labels=labels[1], scale="semilogy")),
+        _curves(
+            "norm of the weights", "by update", updates, norms, xlabel="update", ylabel="norm, relative to the first"
+        ),
+        _curves("how far they turn", "by update", updates[5::10], angles, **axes),
     ]
     caption = (
         "The hidden layer of a small classifier of digits, trained by plain gradient descent; angles are means over "
@@ -163,11 +161,9 @@ def training(history: Mapping[str, Mapping[str, Numbers]]) -> Picture:
 
 def divergence(lengths: Numbers, errors: Mapping[str, Numbers]) -> Picture:
     """Draw |KL / (1/2 d' F d) - 1| against the length of the step d."""
-    guide = lengths, [3 * max(v[0] for v in errors.values()) * s / lengths[0] for s in lengths]
-    labels = ("length of the step |d|", "|KL / (1/2 d'Fd) - 1|")
-    drawn = {norm: (lengths, values) for norm, values in errors.items()}
-    paint = partial(_lines, lines=drawn, labels=labels, guide=guide)
-    part = _part("Error of the quadratic form", "by length of the step", paint)
+    guide = [3 * max(v[0] for v in errors.values()) * s / lengths[0] for s in lengths]
+    axes = {**_LOGARITHMIC, "xlabel": "length of the step |d|", "ylabel": "|KL / (1/2 d'Fd) - 1|"}
+    part = _curves("Error of the quadratic form", "by length of the step", lengths, errors, guide, **axes)
     caption = (
         "A small step d of the parameters moves the model by a KL divergence of 1/2 d'Fd, with F the Fisher matrix. "
         "The error of this approximation falls in proportion to the step, under every norm."
@@ -179,7 +175,7 @@ def divergence(lengths: Numbers, errors: Mapping[str, Numbers]) -> Picture:
 def noise(draws: Mapping[int, NDArray[np.float64]]) -> Picture:
     """Draw densities of sigma / sigma~ for batches of N, beside the approximations with variance 2/N and 1/N."""
     parts = [
-        _part(f"batches of {size}", "density of sigma / sigma~", partial(_paint_density, size=size, values=values))
+        _part(f"batches of {size}", "density of sigma / sigma~", partial(_paint_density, size, values))
         for size, values in draws.items()
     ]
     caption = (
@@ -197,7 +193,7 @@ def noise(draws: Mapping[int, NDArray[np.float64]]) -> Picture:
     return Picture(drawing("noise", "Sampling noise of batch norm", parts, keys), caption)
 
 
-def _paint_density(ax: Axes, size: int, values: NDArray[np.float64]) -> None:
+def _paint_density(size: int, values: NDArray[np.float64], ax: Axes) -> None:
     spread = 4 / np.sqrt(2 * size)
     x = np.linspace(max(0.4, 1 - spread), 1 + spread, 300)
     ax.hist(values, bins=60, range=(x[0], x[-1]), density=True, **_COUNTED)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,17 @@ import numpy as np
 
 from ..claims import DIRECTION, INCONCLUSIVE, NOT_REPRODUCED, REPRODUCED
 from . import records
-from .drawings import COLOURS, DASHES, GREY, INK, MARKERS, Drawing, Key, Part, drawing, plain_ticks, shortened, wrapped
+from .drawings import COLOURS, DASHES, GREY, INK, MARKERS, Drawing, Key, Part, drawing, plain_ticks, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from numpy.typing import NDArray
 
     from ..claims import Claim
     from ..experiment import Sheet
+
+    Array = NDArray[np.float64]
+    Limits = tuple[float, float]
 
 _VERDICTS = {REPRODUCED: COLOURS[2], DIRECTION: COLOURS[2], INCONCLUSIVE: COLOURS[5], NOT_REPRODUCED: COLOURS[1]}
 _LINE, _MARKS = 0.17, 0.62  # inches: a line of text, and the marks under it
@@ -32,55 +37,47 @@ _NO_EFFECT: dict[str, Any] = {"linestyle": ":", "linewidth": 1.2, "color": INK}
 
 @dataclass(frozen=True)
 class _Row:
-    """One claim as the plot shows it; effects lie above 0 where they favour the claim."""
+    """One claim as the plot shows it; effects lie above 0 where they favour the claim, ratios as logarithms."""
 
     claim: Claim
-    told: Mapping[str, Any]
+    verdict: Mapping[str, Any]
 
     @property
     def unit(self) -> str | None:
         """Return the unit of a difference; None for a ratio."""
         return None if self.claim.measure.ratio else self.claim.measure.unit
 
-    def shown(self, effect: float) -> float:
-        """Return an effect on the axis: a log ratio as a ratio, a difference in the claim's unit."""
-        return math.exp(min(effect, 700)) if self.unit is None else self.claim.measure.scale * effect
+    def effects(self, *values: Any) -> Array:
+        """Return effects in the claim's unit; a record holds infinite ones as words."""
+        return np.array(values, dtype=np.float64) * (1.0 if self.unit is None else self.claim.measure.scale)
 
     @property
-    def pairs(self) -> list[float]:
-        return [self.shown(_number(value, math.nan)) for value in self.told["pairs"].values()]
+    def pairs(self) -> Array:
+        return self.effects(*self.verdict["pairs"].values())
+
+    def interval(self, name: str) -> Array:
+        """Return low end, estimate and high end of an interval of the verdict."""
+        return self.effects(*ends(self.verdict[name]))
+
+    def on_axis(self, effects: Array) -> Array:
+        """Return effects as the axis has them: ratios in place of logarithms."""
+        return np.exp(effects) if self.unit is None else effects
 
     @property
-    def expected(self) -> float | None:
-        return self.claim.expected if self.unit is None else None
-
-    def interval(self, name: str) -> tuple[float, float, float] | None:
-        """Return (low, estimate, high), or None."""
-        found = self.told[name]
-        return None if found is None else tuple(map(self.shown, ends(found)))  # type: ignore[return-value]
-
-    @property
-    def text(self) -> list[str]:
-        found = self.told["measured"] if self.told["interval"] else self.told["reason"]
-        indicative = " (indicative)" if self.told.get("indicative") else ""
-        told = f"{self.told['word']}{indicative}: {found}".replace(" = ", "\u00a0=\u00a0")
-        return [*self.words, *wrapped(told, 52).split("\n")]
-
-    @property
-    def words(self) -> list[str]:
-        aside = "" if self.told["claimed"] else " (Not a claim of the paper.)"
-        return wrapped(self.told["text"] + aside, 58).split("\n")
+    def text(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the lines of the claim and of the verdict, each with its look."""
+        verdict = self.verdict
+        claim = verdict["text"] + ("" if verdict["claimed"] else " (Not a claim of the paper.)")
+        measured = verdict["measured"] if verdict["interval"] else verdict["reason"]
+        word = f"{verdict['word']} (indicative)" if verdict.get("indicative") else verdict["word"]
+        outcome = wrapped(f"{word}: {measured}".replace(" = ", "\u00a0=\u00a0"), 52)
+        bold = {"color": _VERDICTS[verdict["word"]], "weight": "bold"}
+        return [(line, {}) for line in wrapped(claim, 58).split("\n")] + [(line, bold) for line in outcome.split("\n")]
 
 
-def _number(value: Any, missing: float) -> float:
-    """Return a number of a record, in which an infinite one is null or a word."""
-    return missing if value is None else float(value)
-
-
-def ends(interval: Mapping[str, Any]) -> tuple[float, float, float]:
+def ends(interval: Mapping[str, Any]) -> Array:
     """Return an interval of a record as (low, estimate, high)."""
-    low, high = _number(interval["low"], -math.inf), _number(interval["high"], math.inf)
-    return low, _number(interval["estimate"], low if math.isinf(high) else high), high
+    return np.array([interval[end] for end in ("low", "estimate", "high")], dtype=np.float64)
 
 
 def title_of(record: records.Record, sheet: Sheet) -> str:
@@ -91,7 +88,8 @@ def title_of(record: records.Record, sheet: Sheet) -> str:
 def draw_claims(record: records.Record, sheet: Sheet) -> Drawing | None:
     """Draw every pair of every claim with its interval; None where no pair was measured."""
     claims = {claim.name: claim for claim in sheet.claims}
-    rows = [_Row(claims[told["name"]], told) for told in record["claims"] if told["name"] in claims and told["pairs"]]
+    judged = [verdict for verdict in record["claims"] if verdict["name"] in claims and verdict["pairs"]]
+    rows = [_Row(claims[verdict["name"]], verdict) for verdict in judged]
     if not rows:
         return None
     units = dict.fromkeys(row.unit for row in rows)
@@ -102,9 +100,9 @@ def draw_claims(record: records.Record, sheet: Sheet) -> Drawing | None:
 
 def _claim_keys(rows: Sequence[_Row]) -> list[Key]:
     keys = [Key("one pair of runs", _PAIR), Key("mean, 95 % t interval", _INTERVAL), Key("no effect", _NO_EFFECT)]
-    if any(row.told["placebo"] for row in rows):
+    if any(row.verdict["placebo"] for row in rows):
         keys.append(Key("baseline against itself, other seeds", _PLACEBO))
-    if any(row.expected for row in rows):
+    if any(row.claim.expected for row in rows):
         keys.append(Key("the paper's ratio", _PAPER))
     if any(row.claim.margin for row in rows):
         keys.append(Key("least that the claim asks for", _ASKED))
@@ -113,79 +111,66 @@ def _claim_keys(rows: Sequence[_Row]) -> list[Key]:
 
 def _forest(rows: Sequence[_Row], unit: str | None) -> Part:
     title = "Ratios" if unit is None else f"Differences{unit and f' in {unit}'}"
-    told = "; ".join(f"{row.told['name']} {row.told['word']}, {row.told['measured']}" for row in rows)
+    outcomes = "; ".join("{name} {word}, {measured}".format_map(row.verdict) for row in rows)
     height = sum(len(row.text) * _LINE + _MARKS for row in rows) + 0.8
-    return Part(title, shortened(f"{title}, every pair and interval. {told}."), partial(_paint_forest, rows), height)
+    return Part(title, f"{title}, every pair and interval. {outcomes}.", partial(_paint_forest, rows), height)
 
 
 def _paint_forest(rows: Sequence[_Row], ax: Axes) -> None:
-    ratio = rows[0].unit is None
-    low, high = _limits(rows, ratio)
-    if ratio:
+    intervals = [row.interval(name) for row in rows for name in ("interval", "placebo") if row.verdict[name]]
+    points = [effect for row in rows for effect in (*row.pairs, *row.effects(row.claim.margin))]
+    points += [math.log(row.claim.expected) for row in rows if row.claim.expected]
+    limits = _limits(intervals, points)
+    ax.set_xlim(*rows[0].on_axis(np.array(limits)))
+    if rows[0].unit is None:
         ax.set_xscale("log")
-        plain_ticks(ax.xaxis, low, high, "x")
-    ax.set(xlim=(low, high), xlabel=f"right of {'1x' if ratio else '0'} favours the claim", yticks=[])
+        plain_ticks(ax.xaxis, "x")
+    ax.set(xlabel=f"right of {'1x' if rows[0].unit is None else '0'} favours the claim", yticks=[])
     ax.spines["left"].set_visible(False)
     top = 0.0
     for row in rows:
-        top = _paint_row(ax, row, top, (low, high))
+        top = _paint_row(ax, row, top, limits)
     ax.set_ylim(top, 0)
 
 
-def _paint_row(ax: Axes, row: _Row, top: float, limits: tuple[float, float]) -> float:
+def _paint_row(ax: Axes, row: _Row, top: float, limits: Limits) -> float:
     """Draw words, pairs, interval and placebo below each other; return where the next row begins."""
-    colour = _VERDICTS[row.told["word"]]
-    for number, text in enumerate(row.text):
-        bold: dict[str, Any] = {"color": colour, "weight": "bold"} if number >= len(row.words) else {}
-        words = ax.text(0, top + 0.05 + number * _LINE, text, va="top", fontsize=9, **bold)
+    for number, (text, look) in enumerate(row.text):
+        words = ax.text(0, top + 0.05 + number * _LINE, text, va="top", fontsize=9, **look)
         words.set(transform=ax.get_yaxis_transform(), in_layout=False)  # or they would make the axes narrow
     y = top + len(row.text) * _LINE + 0.14
-    pairs = np.clip(row.pairs, *limits)
-    ax.plot(pairs, [y] * len(pairs), clip_on=False, alpha=0.7, **_PAIR)
-    _bar(ax, row.interval("interval"), y + 0.13, limits, {**_INTERVAL, "color": colour})
-    _bar(ax, row.interval("placebo"), y + 0.26, limits, _PLACEBO)
-    if row.expected:
-        ax.plot([row.expected], [y + 0.13], **_PAPER)
-    ax.plot([row.shown(0.0)] * 2, [y - 0.08, y + 0.34], **_NO_EFFECT)
+    ax.plot(row.on_axis(np.clip(row.pairs, *limits)), [y] * len(row.pairs), clip_on=False, alpha=0.7, **_PAIR)
+    _paint_interval(ax, row, "interval", y + 0.13, limits, {**_INTERVAL, "color": _VERDICTS[row.verdict["word"]]})
+    _paint_interval(ax, row, "placebo", y + 0.26, limits, _PLACEBO)
+    if row.claim.expected:
+        ax.plot([row.claim.expected], [y + 0.13], **_PAPER)
+    ax.plot(row.on_axis(row.effects(0, 0)), [y - 0.08, y + 0.34], **_NO_EFFECT)
     if row.claim.margin:
-        ax.plot([row.shown(row.claim.margin)] * 2, [y - 0.08, y + 0.34], **_ASKED)
+        ax.plot(row.on_axis(row.effects(*[row.claim.margin] * 2)), [y - 0.08, y + 0.34], **_ASKED)
     return top + len(row.text) * _LINE + _MARKS
 
 
-def _bar(
-    ax: Axes, found: tuple[float, float, float] | None, y: float, limits: tuple[float, float], look: Mapping[str, Any]
-) -> None:
+def _paint_interval(ax: Axes, row: _Row, name: str, y: float, limits: Limits, look: Mapping[str, Any]) -> None:
     """Draw an interval; an end beyond the axis becomes an arrow."""
-    if found is None:
+    if not row.verdict[name]:
         return
-    low, middle, high = np.clip(found, *limits)
-    plain = {key: look[key] for key in ("color", "linewidth")}
-    ax.plot([low, high], [y, y], solid_capstyle="butt", **plain)
-    if limits[0] < middle < limits[1]:
+    interval = row.interval(name)
+    clipped = np.clip(interval, *limits)
+    low, middle, high = row.on_axis(clipped)
+    ax.plot([low, high], [y, y], solid_capstyle="butt", color=look["color"], linewidth=look["linewidth"])
+    if limits[0] < clipped[1] < limits[1]:
         ax.plot([middle], [y], **look)
-    for end, real, marker in ((low, found[0], "<"), (high, found[2], ">")):
-        if end != real:
+    for end, beyond, marker in ((low, clipped[0] > interval[0], "<"), (high, clipped[2] < interval[2], ">")):
+        if beyond:
             ax.plot([end], [y], marker=marker, color=look["color"], markersize=6, clip_on=False)
 
 
-def _limits(rows: Sequence[_Row], ratio: bool) -> tuple[float, float]:
-    """Return limits that show every pair and estimate, and as much of the intervals as leaves these readable."""
-    turned: Callable[[float], float] = math.log if ratio else float
-    intervals = [found for row in rows for name in ("interval", "placebo") if (found := row.interval(name))]
-    points = [value for row in rows for value in row.pairs] + [middle for _, middle, _ in intervals]
-    points += [row.expected or 1.0 for row in rows if ratio] + [row.shown(row.claim.margin) for row in rows]
-    edges = [end for low, _, high in intervals for end in (low, high)]
-    low, high = around(*([turned(v) for v in values if _usable(v, ratio)] for values in (points, edges)))
-    return (math.exp(low), math.exp(high)) if ratio else (low, high)
-
-
-def _usable(value: float, ratio: bool) -> bool:
-    return math.isfinite(value) and (value > 0 or not ratio) and value < 1e300
-
-
-def around(points: Sequence[float], edges: Sequence[float]) -> tuple[float, float]:
-    """Return limits around 0 and all points; edges count up to one and a half times the distance of the points."""
-    low, high = min([0.0, *points]), max([0.0, *points])
+def _limits(intervals: Sequence[Array], points: Sequence[float] = ()) -> Limits:
+    """Return limits around 0, points and estimates; ends of intervals count up to 1.5 times the distance of these."""
+    low_ends, middles, high_ends = np.array(intervals).T if intervals else ((), (), ())
+    points = [0.0, *filter(math.isfinite, (*points, *middles))]
+    edges = [*filter(math.isfinite, (*low_ends, *high_ends))]
+    low, high = min(points), max(points)
     reach = 1.5 * (high - low) or max(map(abs, edges), default=1.0)
     low, high = max(min([low, *edges]), low - reach), min(max([high, *edges]), high + reach)
     margin = 0.06 * (high - low) or 1.0
@@ -197,22 +182,22 @@ def around(points: Sequence[float], edges: Sequence[float]) -> tuple[float, floa
 
 def draw_levels(record: records.Record, sheet: Sheet) -> Drawing | None:
     """Draw the ratios at each share of the baseline's improvement; None where no claim on speed has any."""
-    told = [claim for claim in record["claims"] if any(found for _, found, _ in claim["levels"])]
-    if not told:
+    claims = [claim for claim in record["claims"] if any(interval for _, interval, _ in claim["levels"])]
+    if not claims:
         return None
-    keys = [Key(claim["text"], _level_look(place)) for place, claim in enumerate(told)]
+    keys = [Key(claim["text"], _level_look(place)) for place, claim in enumerate(claims)]
     keys.append(Key("no effect", _NO_EFFECT))
-    if any(placebo for claim in told for _, _, placebo in claim["levels"]):
+    if any(placebo for claim in claims for _, _, placebo in claim["levels"]):
         band = {**_PLACEBO, "linewidth": 6, "alpha": 0.4}
         keys.append(Key("baseline against itself, other seeds: widest interval", band))
-    alt = shortened("Ratio of updates by share of the baseline's improvement. " + "; ".join(map(_described, told)))
-    part = Part("Fewer updates, by level", alt, partial(_paint_levels, told), 3.2)
+    alt = "Ratio of updates by share of the baseline's improvement. " + "; ".join(map(_described, claims))
+    part = Part("Fewer updates, by level", alt, partial(_paint_levels, claims), 3.2)
     return drawing(f"{records.name(record)}-levels", f"Speed by level. {title_of(record, sheet)}", [part], keys)
 
 
 def _described(claim: Mapping[str, Any]) -> str:
-    at = [f"{math.exp(ends(found)[1]):.2g}x at {share:.0%}" for share, found, _ in claim["levels"] if found]
-    return f"{claim['name']} {', '.join(at)}"
+    ratios = [f"{math.exp(ends(level)[1]):.2g}x at {share:.0%}" for share, level, _ in claim["levels"] if level]
+    return f"{claim['name']} {', '.join(ratios)}"
 
 
 def _level_look(place: int) -> dict[str, Any]:
@@ -220,30 +205,28 @@ def _level_look(place: int) -> dict[str, Any]:
     return {"markersize": 5, **{name: values[place % len(values)] for values, name in sets}}
 
 
-def _paint_levels(told: Sequence[Mapping[str, Any]], ax: Axes) -> None:
-    found = [ends(interval) for claim in told for _, *both in claim["levels"] for interval in both if interval]
-    points = [middle for _, middle, _ in found if math.isfinite(middle)]
-    edges = [end for low, _, high in found for end in (low, high) if math.isfinite(end)]
-    low, high = around(points, edges)
-    _paint_placebo(ax, told, (low, high))
-    for place, claim in enumerate(told):
-        levels = [(share, ends(interval)) for share, interval, _ in claim["levels"] if interval]
-        x = np.array([100 * share for share, _ in levels]) + 1.4 * (place - (len(told) - 1) / 2)
-        values = np.exp(np.clip([interval for _, interval in levels], low, high))
+def _paint_levels(claims: Sequence[Mapping[str, Any]], ax: Axes) -> None:
+    limits = _limits([ends(one) for claim in claims for _, *both in claim["levels"] for one in both if one])
+    _paint_placebo(ax, claims, limits)
+    for place, claim in enumerate(claims):
+        levels = {share: ends(interval) for share, interval, _ in claim["levels"] if interval}
+        x = 100 * np.array([*levels]) + 1.4 * (place - (len(claims) - 1) / 2)
+        low, middle, high = np.exp(np.clip([*levels.values()], *limits)).T
         look = _level_look(place)
-        ax.vlines(x, values[:, 0], values[:, 2], color=look["color"], linewidth=1.6, alpha=0.6)
-        ax.plot(x, values[:, 1], linewidth=1.8, **look)
+        ax.vlines(x, low, high, color=look["color"], linewidth=1.6, alpha=0.6)
+        ax.plot(x, middle, linewidth=1.8, **look)
     ax.axhline(1, **_NO_EFFECT)
-    ax.set(yscale="log", ylim=(math.exp(low), math.exp(high)), ylabel="updates: baseline's / ours")
+    ax.set(yscale="log", ylim=np.exp(limits), ylabel="updates: baseline's / ours")
     ax.set(xticks=[20, 40, 60, 80, 100], xlabel="percent of the baseline's improvement")
     ax.grid(True)
-    plain_ticks(ax.yaxis, *ax.get_ylim(), "x")
+    plain_ticks(ax.yaxis, "x")
 
 
-def _paint_placebo(ax: Axes, told: Sequence[Mapping[str, Any]], limits: tuple[float, float]) -> None:
+def _paint_placebo(ax: Axes, claims: Sequence[Mapping[str, Any]], limits: Limits) -> None:
     """Shade the widest placebo interval at each level."""
-    found = [(100 * share, ends(placebo)) for claim in told for share, _, placebo in claim["levels"] if placebo]
-    x = sorted({share for share, _ in found})
-    bands = [np.array([interval for at, interval in found if at == share]) for share in x]
-    low, high = ([pick(band) for band in bands] for pick in (np.min, np.max))
-    ax.fill_between(x, *(np.exp(np.clip(side, *limits)) for side in (low, high)), color=GREY, alpha=0.25, linewidth=0)
+    intervals: dict[float, list[Array]] = defaultdict(list)
+    for share, placebo in ((share, placebo) for claim in claims for share, _, placebo in claim["levels"] if placebo):
+        intervals[100 * share].append(ends(placebo))
+    x = sorted(intervals)
+    low, high = ([widest(intervals[share]) for share in x] for widest in (np.min, np.max))
+    ax.fill_between(x, *np.exp(np.clip([low, high], *limits)), color=GREY, alpha=0.25, linewidth=0)

@@ -96,9 +96,9 @@ def drawing(
     with matplotlib.style.context("default"), matplotlib.rc_context(_STYLE):
         canvas = _canvas(parts, columns, title, keys)
         whole = _with_pictures(_svg(canvas, alt), canvas, parts)
-        panels = [part.html or _image(_svg(_canvas([part]), "", True), part.alt, style) for part in parts]
-        legend = _page_legend(keys, style)
-    return Drawing(name, title, alt, whole, (*panels, *legend))
+        panels = [part.html or _image(_svg(_canvas([part]), "", True), shortened(part.alt), style) for part in parts]
+        panels += _page_legend(keys, style)
+    return Drawing(name, title, alt, whole, tuple(panels))
 
 
 def shortened(text: str) -> str:
@@ -164,10 +164,11 @@ def _swatch(key: Key) -> str:
 # Axes
 
 
-def plain_ticks(axis: Axis, low: float, high: float, unit: str = "") -> None:
+def plain_ticks(axis: Axis, unit: str = "") -> None:
     """Label a logarithmic axis on any range with plain numbers: matplotlib does so at powers of ten only."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+    low, high = axis.get_view_interval()
     if high < 30 * low:
         subs = (1, 2, 5) if high > 5 * low else (1, 1.5, 2, 3, 5, 7)
         narrow = MaxNLocator(5, steps=(1, 2, 5, 10))  # with 1, where the axis has it

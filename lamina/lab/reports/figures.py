@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from html import escape
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +20,7 @@ from ..results import series_of
 from ..statistics import shown
 from . import drawings, records, verdicts
 from .claim_figures import draw_claims, draw_levels, title_of
-from .drawings import COLOURS, DASHES, INK, MARKERS, WIDTH, Drawing, Key, Part, drawing, plain_ticks, shortened, wrapped
+from .drawings import COLOURS, DASHES, INK, MARKERS, WIDTH, Drawing, Key, Part, drawing, plain_ticks, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,6 +56,10 @@ class Line:
         return np.asarray(np.exp(np.log(np.where(self.rows > 0, self.rows, np.nan)).mean(axis=0)))
 
     @property
+    def title(self) -> str:
+        return f"{self.label} ({self.note})"
+
+    @property
     def values(self) -> Array:
         """Return every value that is drawn."""
         return np.concatenate([self.rows.ravel(), *(y for _, y in self.loose)])
@@ -63,8 +69,8 @@ def draw(record: records.Record, sheet: Sheet, figure: Figure) -> Drawing:
     """Draw a figure from the record's runs."""
     lines = [panel_lines(record, sheet, panel) for panel in figure.panels]
     limits = shared_limits(figure.panels, lines)
-    parts = [_PARTS[panel.kind](panel, *drawn, sheet) for panel, *drawn in zip(figure.panels, lines, limits)]
-    with_legend = [drawn for panel, drawn in zip(figure.panels, lines) if panel.kind in ("curve", "profile")]
+    parts = [_PARTS[panel.kind](panel, *content, sheet) for panel, *content in zip(figure.panels, lines, limits)]
+    with_legend = [group for panel, group in zip(figure.panels, lines) if panel.kind in ("curve", "profile")]
     return drawing(f"{records.name(record)}-{figure.name}", title_of(record, sheet), parts, _keys(with_legend))
 
 
@@ -72,10 +78,10 @@ def _keys(panels: Sequence[Sequence[Line]]) -> list[Key]:
     """Return one entry for each variant, whatever the number of panels that show it."""
     notes: dict[str, dict[str, None]] = {}
     looks = {}
-    for line in (line for lines in panels for line in lines):
+    for line in chain(*panels):
         notes.setdefault(line.label, {})[line.note] = None
         looks[line.label] = line.look
-    return [Key(f"{label} ({'; '.join(told)})", looks[label]) for label, told in notes.items()]
+    return [Key(f"{label} ({'; '.join(notes[label])})", look) for label, look in looks.items()]
 
 
 # The runs of a panel
@@ -160,25 +166,20 @@ def _aligned(runs: Sequence[Points]) -> tuple[Array, Array]:
 
 def shared_limits(panels: Sequence[Panel], lines: Sequence[Sequence[Line]]) -> list[Limits]:
     """Return the vertical limits of each panel; panels of one metric share theirs, for they are to be compared."""
-    groups: dict[Any, list[float]] = {}
-    for panel, drawn in zip(panels, lines):
-        values = [line.values for line in drawn] + [np.array([*panel.references.values()])]
-        if panel.kind in ("curve", "profile"):
-            told = np.concatenate(values)
-            usable = np.isfinite(told) & ((told > 0) | (not panel.log))
-            groups.setdefault((panel.kind, panel.y, panel.log), []).extend(told[usable])
-    return [panel.y_limits or _around(groups.get((panel.kind, panel.y, panel.log), []), panel.log) for panel in panels]
+    groups: dict[Any, list[float]] = defaultdict(list)
+    for panel, group in zip(panels, lines):
+        values = np.concatenate([*(line.values for line in group), [*panel.references.values()]])
+        usable = np.isfinite(values) & ((values > 0) | (not panel.log))
+        groups[panel.kind, panel.y, panel.log] += values[usable].tolist()
+    return [panel.y_limits or _around(groups[panel.kind, panel.y, panel.log], panel.log) for panel in panels]
 
 
 def _around(values: Sequence[float], log: bool) -> Limits:
     if not values:
         return None
-    if log:
-        low, high = _around(np.log(values).tolist(), False) or (0.0, 0.0)
-        return math.exp(low), math.exp(high)
-    low, high = min(values), max(values)
+    low, high = np.log([min(values), max(values)]) if log else (min(values), max(values))
     margin = max(0.05 * (high - low), 0.01 * abs(high)) or 1.0
-    return low - margin, high + margin
+    return (math.exp(low - margin), math.exp(high + margin)) if log else (low - margin, high + margin)
 
 
 def _curves(panel: Panel, lines: Sequence[Line], limits: Limits, sheet: Sheet) -> Part:
@@ -186,16 +187,15 @@ def _curves(panel: Panel, lines: Sequence[Line], limits: Limits, sheet: Sheet) -
     scale = ", logarithmic axis" if panel.log else ""
     ends = [f"{line.label} ends at {line.mean(panel.log)[-1]:.3g}" for line in lines if line.rows.size]
     ends = [end.replace("ends at nan", "ends with a value that is not finite") for end in ends]
-    told = "; ".join(ends + [line.label for line in lines if not line.rows.size]) or "no runs yet"
-    alt = shortened(f"{panel.title}: {panel.y_label} against {x_label}{scale}. {told}.")
-    return Part(panel.title, alt, partial(_paint, panel=panel, lines=lines, limits=limits, x_label=x_label))
+    described = "; ".join(ends + [line.label for line in lines if not line.rows.size]) or "no runs yet"
+    alt = f"{panel.title}: {panel.y_label} against {x_label}{scale}. {described}."
+    return Part(panel.title, alt, partial(_paint, panel, lines, limits, x_label))
 
 
-def _paint(ax: Axes, panel: Panel, lines: Sequence[Line], limits: Limits, x_label: str) -> None:
+def _paint(panel: Panel, lines: Sequence[Line], limits: Limits, x_label: str, ax: Axes) -> None:
     from matplotlib.ticker import FuncFormatter
 
-    ax.set_xlabel(x_label)
-    ax.set_ylabel(wrapped(panel.y_label, 26))
+    ax.set(xlabel=x_label, ylabel=wrapped(panel.y_label, 26))
     ax.grid(True)
     if not lines:
         ax.text(0.5, 0.5, "no runs yet", transform=ax.transAxes, ha="center")
@@ -204,7 +204,7 @@ def _paint(ax: Axes, panel: Panel, lines: Sequence[Line], limits: Limits, x_labe
         _draw_line(ax, line, place, panel.log)
     if panel.log_x:
         ax.set_xscale("log", nonpositive="mask")
-        plain_ticks(ax.xaxis, *ax.get_xlim())
+        plain_ticks(ax.xaxis)
     else:
         whole = all(np.array_equal(x, np.round(x)) for line in lines for x in (line.x, *(x for x, _ in line.loose)))
         nbins = 6 if ax.get_xlim()[1] < 50_000 else 4  # long numbers must not touch
@@ -218,8 +218,9 @@ def _draw_vertical_axis(ax: Axes, panel: Panel, limits: Limits) -> None:
     if limits is not None:
         if panel.log:
             ax.set_yscale("log", nonpositive="mask")
-            plain_ticks(ax.yaxis, *limits)
         ax.set_ylim(*limits)
+        if panel.log:
+            plain_ticks(ax.yaxis)
     for label, value in panel.references.items():
         ax.axhline(value, color=INK, linewidth=1, linestyle=":")
         ax.annotate(label, (1, value), (-2, 2), ("axes fraction", "data"), "offset points", ha="right", fontsize=8.5)
@@ -243,28 +244,26 @@ def _draw_line(ax: Axes, line: Line, place: int, log: bool) -> None:
 def _at_end(runs: Sequence[Run], name: str, panel: Panel, sheet: Sheet) -> list[float]:
     """Return each finished run's value of a metric, at its last evaluation or at its best; finite ones only."""
     metric = sheet.metric(name)
-    series = [found for run in runs if (found := series_of(run, metric)) is not None]
-    values = [metric.best(values) if panel.at == "best" else values[-1] for _, values in series]
-    return [value for value in values if math.isfinite(value)]
+    series = [values for run in runs for _, values in [series_of(run, metric) or ((), ())] if values]
+    results = (metric.best(values) if panel.at == "best" else values[-1] for values in series)
+    return [*filter(math.isfinite, results)]
 
 
 def _bars(panel: Panel, lines: Sequence[Line], limits: Limits, sheet: Sheet) -> Part:
-    found = {f"{line.label} ({line.note})": _at_end(line.runs, panel.y, panel, sheet) for line in lines}
-    colours = [line.look["color"] for line in lines]
-    told = "; ".join(f"{label} {with_spread(values)}" for label, values in found.items()) or "no runs yet"
-    alt = shortened(f"{panel.title}: {panel.y_label}. {told}.")
-    paint = partial(_paint_bars, panel=panel, found=found, colours=colours)
-    return Part(panel.title, alt, paint, 1.1 + 0.42 * max(len(found), 2))
+    bars = {line.title: _at_end(line.runs, panel.y, panel, sheet) for line in lines}
+    described = "; ".join(f"{title} {with_spread(values)}" for title, values in bars.items()) or "no runs yet"
+    paint = partial(_paint_bars, panel, bars, [line.look["color"] for line in lines])
+    return Part(panel.title, f"{panel.title}: {panel.y_label}. {described}.", paint, 1.1 + 0.42 * max(len(bars), 2))
 
 
-def _paint_bars(ax: Axes, panel: Panel, found: Mapping[str, Sequence[float]], colours: Sequence[str]) -> None:
+def _paint_bars(panel: Panel, bars: Mapping[str, Sequence[float]], colours: Sequence[str], ax: Axes) -> None:
     ax.set_xlabel(panel.y_label)
     ax.grid(True, axis="x")
-    for place, (values, colour) in enumerate(zip(found.values(), colours)):
+    for place, (values, colour) in enumerate(zip(bars.values(), colours)):
         if values:
             ax.barh(place, fmean(values), 0.62, color=colour, alpha=0.55)
             ax.plot(values, [place] * len(values), "o", color=INK, markersize=3.5, alpha=0.75)
-    ax.set_yticks(range(len(found)), [wrapped(label, 20) for label in found], fontsize=8.5)
+    ax.set_yticks(range(len(bars)), [wrapped(title, 20) for title in bars], fontsize=8.5)
     ax.invert_yaxis()
     if panel.y_limits:
         ax.set_xlim(*panel.y_limits)
@@ -287,30 +286,23 @@ def _table(panel: Panel, lines: Sequence[Line], limits: Limits, sheet: Sheet) ->
     names = panel.y.split()
     head = ["", *(sheet.metric(name).label for name in names)]
     cells = [[_at_end(line.runs, name, panel, sheet) for name in names] for line in lines]
-    told = [[with_spread([panel.scale * value for value in values]) for values in row] for row in cells]
-    rows = [[f"{line.label} ({line.note})", *row] for line, row in zip(lines, told)]
+    scaled = [[with_spread([panel.scale * value for value in values]) for values in row] for row in cells]
+    rows = [[line.title, *row] for line, row in zip(lines, scaled)]
     rows += [[label, *values] for label, values in panel.printed.items()]
-    alt = shortened(f"{panel.title}. " + "; ".join(" ".join(row) for row in rows))
-    html = table_html(panel.title, head, rows)
-    height, width = 0.5 + 0.26 * (len(rows) + 1), max(WIDTH, sum(_column_widths(head, rows)))
-    return Part(panel.title, alt, partial(_paint_table, head=head, rows=rows), height, width, html)
+    alt = f"{panel.title}. " + "; ".join(" ".join(row) for row in rows)
+    widths = [0.3 + 0.077 * max(map(len, column)) for column in zip(head, *rows)]  # inches that hold the longest cell
+    paint, html = partial(_paint_table, head, rows, widths), table_html(panel.title, head, rows)
+    return Part(panel.title, alt, paint, 0.5 + 0.26 * (len(rows) + 1), max(WIDTH, sum(widths)), html)
 
 
-def _paint_table(ax: Axes, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _paint_table(head: list[str], rows: list[list[str]], widths: Sequence[float], ax: Axes) -> None:
     ax.set_axis_off()
-    widths = _column_widths(head, rows)
     shares = [width / sum(widths) for width in widths]
-    look: dict[str, Any] = {"cellLoc": "left", "loc": "upper left", "edges": "horizontal"}
-    table = ax.table([list(row) for row in rows], colLabels=list(head), colWidths=shares, **look)
+    table = ax.table(rows, None, "left", shares, colLabels=head, loc="upper left", edges="horizontal")
     table.auto_set_font_size(False)
     table.set_fontsize(8.5)
     for cell in table.get_celld().values():
         cell.set(edgecolor=INK, linewidth=0.4)
-
-
-def _column_widths(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[float]:
-    """Return widths in inches that hold the longest cell of each column."""
-    return [0.3 + 0.077 * max(map(len, column)) for column in zip(head, *rows)]
 
 
 def table_html(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -328,33 +320,32 @@ def table_html(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]])
 # Pictures
 
 
-def _gallery(panel: Panel, lines: Sequence[Line], limits: Limits, sheet: Sheet) -> Part:
-    tiles = _placed([row for line in lines if (row := list(_tiles(line, panel)))])
-    alt = shortened(f"{panel.title}: {'; '.join(tile.label for tile in tiles) or 'no pictures yet'}")
-    html = "".join(
-        f'<figure><img alt="" src="{escape(tile.source)}"><figcaption>{escape(tile.label)}</figcaption></figure>'
-        for tile in tiles
-    )
-    html = f'<div class="gallery"><p>{escape(panel.title)}</p>{html or "<p>no pictures yet</p>"}</div>'
-    rows = 1 / min((tile.box[3] for tile in tiles), default=1)
-    height = 0.4 + rows * 0.9 * WIDTH * min((tile.box[2] for tile in tiles), default=0.1)
-    pictures = tuple((tile.source, tile.box) for tile in tiles)
-    return Part(panel.title, alt, partial(_paint_labels, tiles=tiles), height, WIDTH, html, pictures)
-
-
 class _Tile(NamedTuple):
     label: str
     source: str
     box: tuple[float, float, float, float] = (0, 0, 1, 1)  # left, bottom, width, height in the axes
 
 
+def _gallery(panel: Panel, lines: Sequence[Line], limits: Limits, sheet: Sheet) -> Part:
+    tiles = _placed([row for line in lines if (row := list(_tiles(line, panel)))])
+    alt = f"{panel.title}: {'; '.join(tile.label for tile in tiles) or 'no pictures yet'}"
+    html = "".join(
+        f'<figure><img alt="" src="{escape(tile.source)}"><figcaption>{escape(tile.label)}</figcaption></figure>'
+        for tile in tiles
+    )
+    html = f'<div class="gallery"><p>{escape(panel.title)}</p>{html or "<p>no pictures yet</p>"}</div>'
+    _, _, wide, high = tiles[0].box if tiles else (0, 0, 0.1, 1)  # all are of one size
+    pictures = tuple((tile.source, tile.box) for tile in tiles)
+    return Part(panel.title, alt, partial(_paint_labels, tiles), 0.4 + 0.9 * WIDTH * wide / high, WIDTH, html, pictures)
+
+
 def _tiles(line: Line, panel: Panel) -> Iterator[_Tile]:
     """Yield the pictures of the first finished run that has any."""
-    found: Mapping[str, str] = next((run["artefacts"] for run in line.runs if run.get("artefacts")), {})
-    names = [name for name in sorted(found) if fnmatch(name, panel.y) and found[name].startswith("data:image/")]
+    pictures: Mapping[str, str] = next((run["artefacts"] for run in line.runs if run.get("artefacts")), {})
+    names = [name for name in sorted(pictures) if fnmatch(name, panel.y) and pictures[name].startswith("data:image/")]
     for name in names:
         more = f", {Path(name).stem.replace('_', ' ')}" if len(names) > 1 else ""
-        yield _Tile(line.label + more, found[name])
+        yield _Tile(line.label + more, pictures[name])
 
 
 def _placed(rows: list[list[_Tile]]) -> list[_Tile]:
@@ -364,12 +355,12 @@ def _placed(rows: list[list[_Tile]]) -> list[_Tile]:
     wide, high = 1 / max(map(len, rows), default=1), 1 / max(len(rows), 1)
     return [
         tile._replace(box=(column * wide, 1 - (row + 1) * high, 0.96 * wide, 0.86 * high))
-        for row, drawn in enumerate(rows)
-        for column, tile in enumerate(drawn)
+        for row, tiles in enumerate(rows)
+        for column, tile in enumerate(tiles)
     ]
 
 
-def _paint_labels(ax: Axes, tiles: Sequence[_Tile]) -> None:
+def _paint_labels(tiles: Sequence[_Tile], ax: Axes) -> None:
     ax.set_axis_off()
     ax.set(xlim=(0, 1), ylim=(0, 1))
     for tile in tiles:

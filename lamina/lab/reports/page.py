@@ -36,8 +36,8 @@ class Tally(NamedTuple):
 
     @classmethod
     def of(cls, claims: Iterable[Mapping[str, Any]]) -> Tally:
-        found = [claim["word"] for claim in claims if claim["claimed"]]
-        return cls(*(found.count(word) for word in WORDS))
+        verdict_words = [claim["word"] for claim in claims if claim["claimed"]]
+        return cls(*(verdict_words.count(word) for word in WORDS))
 
     def __str__(self) -> str:
         return ", ".join(f"{count} {word}" for count, word in zip(self, WORDS))
@@ -134,13 +134,13 @@ def build(
 
     notes: list[str] = []
     out = Path(out)
-    found, fresh = gather(paths, out, notes)
-    if not found:
+    collected, fresh = gather(paths, out, notes)
+    if not collected:
         places = ", ".join(str(path) for path in paths) or "(no folder given)"
-        said = f" ({'; '.join(notes)})" if notes else ""
-        raise fail("a report needs runs or records", f"no runs under {places}{said}", "Begin with: lamina run mnist")
-    saved = () if until else tuple(records.save(record, out) for record in found if records.name(record) in fresh)
-    ordered = sorted(found if until is None else [records.cut(record, until) for record in found], key=_place)
+        reasons = f" ({'; '.join(notes)})" if notes else ""
+        raise fail("a report needs runs or records", f"no runs under {places}{reasons}", "Begin with: lamina run mnist")
+    saved = () if until else tuple(records.save(record, out) for record in collected if records.name(record) in fresh)
+    ordered = sorted(collected if until is None else [records.cut(record, until) for record in collected], key=_place)
     sections = tuple(_section(record, notes) for record in ordered)
     drawn = _save_figures(sections, out / "figures")
     page, text = out / "report.html", Path(markdown) if markdown is not None else out / "RESULTS.md"
@@ -181,10 +181,10 @@ def gather(paths: Sequence[str | os.PathLike[str]], out: Path, notes: list[str])
     """
     folders = [Path(path) for path in paths if Path(path).is_dir()]
     files = [records.load(path) for path in paths if not Path(path).is_dir()]
-    found = [record for folder in folders for record in _records_below(folder, notes)]
+    recorded = [record for folder in folders for record in _records_below(folder, notes)]
     groups: dict[str, list[Record]] = defaultdict(list)
     made = records.collect(folders, notes)
-    for record in (*files, *found, *made):
+    for record in (*files, *recorded, *made):
         groups[records.name(record)].append(record)
     there = {name: out / f"{name}.json" for name, group in groups.items() if group[0]["kind"] == "experiment"}
     kept = {name for name, file in there.items() if file.exists()}
@@ -325,9 +325,9 @@ def _shown_effect(measure: Any, effect: float) -> str:
 
 def _value_table(record: Record, sheet: Sheet) -> Table:
     rows = []
-    for told, number in zip(record["summary"], cycle(sheet.numbers)):
-        values = ("none" if value is None else f"{value * number.scale:.6g}" for value in told["values"])
-        rows.append([verdicts.label(sheet, told["variant"]), number.label, ", ".join(values) or "no finished run"])
+    for summary, number in zip(record["summary"], cycle(sheet.numbers)):
+        values = ("none" if value is None else f"{value * number.scale:.6g}" for value in summary["values"])
+        rows.append([verdicts.label(sheet, summary["variant"]), number.label, ", ".join(values) or "no finished run"])
     return Table("Each seed's value", ["Variant", "Number", "Values by seed"], rows)
 
 
@@ -345,9 +345,11 @@ def _run_table(record: Record, sheet: Sheet) -> Table:
 
 
 def _provenance(record: Record) -> list[tuple[str, str]]:
-    told = [pair for env in records.environments(record) for pair in _machine(env)]
-    told.append(("Training time", f"{_took(record)}, {len(record['runs'])} runs; evaluation not counted"))
-    return told + [(f"SHA-256 of {f}", str(digest)) for f, digest in sorted(record["data"].get("sha256", {}).items())]
+    entries = [pair for env in records.environments(record) for pair in _machine(env)]
+    entries.append(("Training time", f"{_took(record)}, {len(record['runs'])} runs; evaluation not counted"))
+    return entries + [
+        (f"SHA-256 of {f}", str(digest)) for f, digest in sorted(record["data"].get("sha256", {}).items())
+    ]
 
 
 def _machine(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -364,32 +366,32 @@ def _machine(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 # All claims on speed together
 
 
-def _overall(found: Sequence[Record]) -> list[str]:
+def _overall(every: Sequence[Record]) -> list[str]:
     """Return a sentence for each scale that has several claims on speed, on real data."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    experiments = [record for record in found if record["kind"] == "experiment" and record["data"]["kind"] == "real"]
+    experiments = [record for record in every if record["kind"] == "experiment" and record["data"]["kind"] == "real"]
     for record in (one for one in experiments if not verdicts.exploration(one)):
         sheet = verdicts.find_sheet(record["experiment"])
         speed = {claim.name for claim in sheet.claims if isinstance(claim.measure, Speed)} if sheet else set()
         asked = [claim for claim in record["claims"] if claim["name"] in speed and claim["claimed"]]
         groups[_scale_or_machine(record)] += asked
-    return [told for place, claims in groups.items() if (told := _pooled_in_words(place, claims))]
+    return [text for place, claims in groups.items() if (text := _pooled_in_words(place, claims))]
 
 
 def _pooled_in_words(place: str, claims: Sequence[Mapping[str, Any]]) -> str:
     with_ratio = [claim for claim in claims if claim["interval"]]
     if len(with_ratio) < 2:
         return ""
-    found = pooled([list(claim["nearest"].values()) for claim in with_ratio])
+    interval = pooled([list(claim["nearest"].values()) for claim in with_ratio])
     effects = [effect for claim in with_ratio for effect in claim["pairs"].values()]
-    low = -math.inf if -math.inf in effects else found.low
-    high = math.inf if math.inf in effects else found.high
+    low = -math.inf if -math.inf in effects else interval.low
+    high = math.inf if math.inf in effects else interval.high
     left = f" {len(claims) - len(with_ratio)} more have no ratio." if len(claims) > len(with_ratio) else ""
-    estimate = found.estimate if math.isfinite(high - low) else math.inf
-    told = Speed("").words(Interval(estimate, low, high, found.n))
+    estimate = interval.estimate if math.isfinite(high - low) else math.inf
+    speed = Speed("").words(Interval(estimate, low, high, interval.n))
     return (
         f"All {len(with_ratio)} claims on speed with a ratio, {place}, with equal weights: the variant that the paper "
-        f"calls faster is {told}.{left} This mean is about these tasks only."
+        f"calls faster is {speed}.{left} This mean is about these tasks only."
     )
 
 

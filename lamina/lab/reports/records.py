@@ -28,7 +28,7 @@ from .verdicts import rounded as rounded
 Runs = Sequence[tuple[dict[str, Any], str]]  # each with the place that it was found at
 SCHEMA = 2
 BADGES = {"real": "REAL DATA", "embedded": "EMBEDDED STAND-IN"}
-_BESIDES = ("kind", "seed", "step")  # of a line, what is no series
+_BESIDES = ("kind", "seed", "step")  # entries of a line that are no series
 _FINGERPRINT = ("lamina", "commit", "dirty", "versions", "machine")
 
 
@@ -40,16 +40,16 @@ def collect(folders: Iterable[str | os.PathLike[str]], notes: list[str] | None =
 
     What was left out, cut short or found twice is appended to ``notes``, or printed to stderr without it.
     """
-    said: list[str] = [] if notes is None else notes
+    written: list[str] = [] if notes is None else notes
     groups: dict[tuple[str, ...], list[tuple[Record, Runs]]] = defaultdict(list)
-    for folder, shown in _run_folders(folders):
-        header, runs = _read_folder(folder, shown, said)
+    for folder, place in _run_folders(folders):
+        header, runs = _read_folder(folder, place, written)
         if header:
             key = header["experiment"], header["data"]["name"], header["data"]["kind"], header.get("scale", "")
-            groups[key].append((header, [(run, shown) for run in runs]))
-    records = [record for _, group in sorted(groups.items()) if (record := _record(group, said))["runs"]]
-    if notes is None:
-        print(*said, sep="\n", end="\n" if said else "", file=sys.stderr)
+            groups[key].append((header, [(run, place) for run in runs]))
+    records = [record for _, group in sorted(groups.items()) if (record := _record(group, written))["runs"]]
+    for note in written if notes is None else ():
+        print(note, file=sys.stderr)
     return records
 
 
@@ -75,87 +75,83 @@ def shown_under(root: Path, path: Path) -> str:
     return (Path(root.name) / path.relative_to(root)).as_posix()
 
 
-def _read_folder(folder: Path, shown: str, notes: list[str]) -> tuple[Record, list[dict[str, Any]]]:
+def _read_folder(folder: Path, place: str, notes: list[str]) -> tuple[Record, list[dict[str, Any]]]:
     """Return the run's header and a row for each seed; nothing, and a note, where they cannot be read."""
     try:
         header = _read_header(folder)
-        lines = _read_metrics(folder, shown, notes)
-        summary = _read_optional(folder / "summary.json", shown, notes)
-        extras = _read_optional(folder / "extras.json", shown, notes)
-        shown_too = {"artefacts": pictures} if (pictures := read_pictures(folder / "artefacts")) else {}
-        return header, [_run(header, seed, lines, summary, extras) | shown_too for seed in header["seeds"]]
+        lines = _read_metrics(folder, place, notes)
+        summary, extras = (_read_optional(folder / f"{file}.json", place, notes) for file in ("summary", "extras"))
+        artefacts = {"artefacts": pictures} if (pictures := read_pictures(folder / "artefacts")) else {}
+        return header, [_run(header, seed, lines, summary, extras) | artefacts for seed in header["seeds"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"no {error} in its files" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        notes.append(f"{shown}: left out, {reason}")
+        notes.append(f"{place}: left out, {reason}")
         return {}, []
 
 
 def _read_header(folder: Path) -> dict[str, Any]:
-    header = _parse((folder / "config.json").read_text(encoding="utf-8"), "config.json")
-    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
+    header = _parse((folder / "config.json").read_bytes(), "config.json")
+    if header.get("schema") != SCHEMA:
         raise ValueError(f"config.json is not the header of a run with schema {SCHEMA}: train it anew")
-    for key, kind in {"experiment": str, "config": dict, "seeds": list, "data": dict}.items():
-        if not isinstance(header[key], kind):
-            raise ValueError(f"config.json: {key} must be a {kind.__name__}")
-    for key in ("name", "kind"):
-        if not isinstance(header["data"][key], str):
-            raise ValueError(f"config.json: data.{key} must be a str")
+    _check_types(header, {"experiment": str, "config": dict, "seeds": list, "data": dict}, "config.json: ")
+    _check_types(header["data"], {"name": str, "kind": str}, "config.json: data.")
     return header
 
 
-def _parse(text: str, what: str) -> Any:
+def _check_types(entries: Mapping[str, Any], types: Mapping[str, type], place: str) -> None:
+    for key, kind in types.items():
+        if not isinstance(entries[key], kind):
+            raise ValueError(f"{place}{key} must be a {kind.__name__}")
+
+
+def _parse(text: bytes, name: str) -> dict[str, Any]:
+    """Return the object in a text, empty for other JSON; NaN and infinities stand as null everywhere."""
     try:
-        return json.loads(text, parse_constant=lambda _: None)  # NaN and infinities stand as null everywhere
+        value = json.loads(text.decode("utf-8"), parse_constant=lambda _: None)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{what} is not valid JSON ({error})") from None
+        raise ValueError(f"{name} is not valid JSON ({error})") from None
+    return value if isinstance(value, dict) else {}
 
 
-def _read_metrics(folder: Path, shown: str, notes: list[str]) -> list[dict[str, Any]]:
+def _read_metrics(folder: Path, place: str, notes: list[str]) -> list[dict[str, Any]]:
     """Return the lines up to the first that cannot be read: a run that was killed may have left half a line."""
     path = folder / "metrics.jsonl"
     lines: list[dict[str, Any]] = []
-    if not path.exists():
-        return lines
-    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, text in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
         try:
-            line = _parse(text.decode("utf-8"), "line")
-            if not isinstance(line, dict):
-                raise ValueError("not an object")
+            line = _parse(text, "line")
         except ValueError:
-            notes.append(f"{shown}: metrics.jsonl is read up to line {number}, which is torn")
+            line = {}
+        if not line:
+            notes.append(f"{place}: metrics.jsonl is read up to line {number}, which is torn")
             break
         lines.append(line)
     return lines
 
 
-def _read_optional(path: Path, shown: str, notes: list[str]) -> dict[str, Any]:
+def _read_optional(path: Path, place: str, notes: list[str]) -> dict[str, Any]:
     """Read a file that a half-finished run does not have; a torn one counts as absent, and is noted."""
-    if not path.exists():
-        return {}
     try:
-        value = _parse(path.read_text(encoding="utf-8"), path.name)
+        return _parse(path.read_bytes(), path.name) if path.exists() else {}
     except ValueError as error:
-        notes.append(f"{shown}: {error}; taken as absent")
+        notes.append(f"{place}: {error}; taken as absent")
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _run(
     header: Record, seed: int, lines: Sequence[Mapping[str, Any]], summary: Record, extras: Record
 ) -> dict[str, Any]:
-    own = [line for line in lines if line.get("seed", seed) == seed]
-    last = own[-1] if own else {}
-    seconds = rounded(summary.get("seconds", last.get("seconds", 0.0)))
-    beside = summary.get("side_by_side", len(header["seeds"]))
+    lines = [line for line in lines if line.get("seed", seed) == seed]
+    last = lines[-1] if lines else {}
     return {
         "config": dict(header["config"]),
         "seed": seed,
         "finished": summary.get("finished") is True,
         "steps": summary.get("steps", last.get("step", 0)),
-        "seconds": seconds,
-        "side_by_side": beside,
+        "seconds": rounded(summary.get("seconds", last.get("seconds", 0.0))),
+        "side_by_side": summary.get("side_by_side", len(header["seeds"])),
         "engine": summary.get("engine"),
-        "series": _series([line for line in own if line.get("kind") == "eval"]),
+        "series": _series([line for line in lines if line.get("kind") == "eval"]),
         "extras": rounded(extras.get(str(seed), {})),
         "environment": header.get("environment", {}),
         "command": shown_command(header.get("command") or ""),
@@ -166,11 +162,11 @@ def _series(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]
     """Return updates and values by metric; of two lines at one update (a resumed run) the later counts."""
     by_step = {line["step"]: line for line in lines}
     series: dict[str, dict[str, list[Any]]] = {}
-    for step in sorted(by_step):
-        for name in (key for key in by_step[step] if key not in _BESIDES):
-            one = series.setdefault(name, {"update": [], "value": []})
-            one["update"].append(step)
-            one["value"].append(rounded(by_step[step][name]))
+    for step, line in sorted(by_step.items()):
+        for name in (key for key in line if key not in _BESIDES):
+            points = series.setdefault(name, {"update": [], "value": []})
+            points["update"].append(step)
+            points["value"].append(rounded(line[name]))
     return series
 
 
@@ -190,9 +186,9 @@ def _record(group: Sequence[tuple[Record, Runs]], notes: list[str]) -> Record:
     first, data = group[0][0], [header["data"] for header, _ in group]
     differ = [key for key in ("sizes", "sha256", "label") if any(d.get(key) != data[0].get(key) for d in data)]
     runs = _without_doubles([run for _, runs in group for run in runs], notes)
-    said = [f"The runs did not all read the same data: {', '.join(differ)} differ."] if differ else []
-    own = {"experiment": first["experiment"], "scale": first.get("scale", ""), "data": data[0]}
-    return judged({"schema": SCHEMA, "kind": "experiment", **own, "runs": runs, "notes": said})
+    remarks = [f"The runs did not all read the same data: {', '.join(differ)} differ."] if differ else []
+    identity = {"experiment": first["experiment"], "scale": first.get("scale", ""), "data": data[0]}
+    return judged({"schema": SCHEMA, "kind": "experiment", **identity, "runs": runs, "notes": remarks})
 
 
 def joined(group: Sequence[Record], notes: list[str]) -> Record:
@@ -206,21 +202,19 @@ def joined(group: Sequence[Record], notes: list[str]) -> Record:
         if len(group) > 1:
             notes.append(f"{name(first)}: {len(group)} records of this name; the last is shown")
         return group[-1]
-    known = first["runs"]
-    for record in group[1:]:
-        _check_same_sample({**first, "runs": known}, record)
-        known = [*known, *record["runs"]]
-    places = [name(first) if len(group) == 1 else f"{name(first)} (source {n})" for n in range(1, len(group) + 1)]
-    runs = [(run, place) for record, place in zip(group, places) for run in record["runs"]]
-    said = list(dict.fromkeys(note for record in group for note in record.get("notes", [])))
-    return judged({**first, "runs": _without_doubles(runs, notes), "notes": said})
+    runs: list[tuple[dict[str, Any], str]] = []
+    for source, record in enumerate(group, start=1):
+        _check_same_sample({**first, "runs": [run for run, _ in runs]}, record)
+        place = name(first) if len(group) == 1 else f"{name(first)} (source {source})"
+        runs += [(run, place) for run in record["runs"]]
+    remarks = list(dict.fromkeys(note for record in group for note in record.get("notes", [])))
+    return judged({**first, "runs": _without_doubles(runs, notes), "notes": remarks})
 
 
 def _check_same_sample(record: Record, added: Record) -> None:
     remedy = "Write this report into another folder (--out), or delete the record to begin it anew."
     rule = f"runs that are added to the record {name(record)} must have its"
-    digests = [one["data"].get("sha256") for one in (record, added)]
-    if digests[0] != digests[1]:
+    if record["data"].get("sha256") != added["data"].get("sha256"):
         raise fail(f"{rule} data", f"files with other SHA-256 for {added['data'].get('label')}", remedy)
     sheet = find_sheet(record["experiment"])
     if sheet is None:
@@ -229,41 +223,42 @@ def _check_same_sample(record: Record, added: Record) -> None:
     for run in record["runs"]:
         known[variant_of(run, sheet)].append(settings_of(run))
     for run in added["runs"]:
-        there, own = known[variant_of(run, sheet)], settings_of(run)
-        if there and own not in there:
-            other = [key for key in {**own, **there[0]} if own.get(key) != there[0].get(key)]
-            told = ", ".join(f"{key} {own.get(key)} in place of {there[0].get(key)}" for key in other)
-            raise fail(f"{rule} settings", f"{told} for {label(sheet, {k: own.get(k) for k in sheet.vary})}", remedy)
+        settings, known_settings = settings_of(run), known[variant_of(run, sheet)]
+        if known_settings and settings not in known_settings:
+            pairs = {key: (settings.get(key), known_settings[0].get(key)) for key in {**settings, **known_settings[0]}}
+            received = ", ".join(f"{key} {new} in place of {old}" for key, (new, old) in pairs.items() if new != old)
+            variant = label(sheet, {key: settings.get(key) for key in sheet.vary})
+            raise fail(f"{rule} settings", f"{received} for {variant}", remedy)
 
 
 def _without_doubles(runs: Runs, notes: list[str]) -> list[dict[str, Any]]:
     """Return one run for each setting and seed: the finished one, else the longer. Damaged runs are left out."""
-    kept: dict[str, tuple[dict[str, Any], str]] = {}
-    lost: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for run, shown in _undamaged(runs, notes):
+    best: dict[str, tuple[dict[str, Any], str]] = {}
+    left_out: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for run, place in _undamaged(runs, notes):
         key = json.dumps([settings_of(run), run["seed"]], sort_keys=True)
-        other, place = kept.setdefault(key, (run, shown))
-        if run != other:
-            better = (run["finished"], run["steps"]) > (other["finished"], other["steps"])
-            kept[key] = (run, shown) if better else (other, place)
-            lost[(shown, place) if better else (place, shown)].append(str(run["seed"]))
-    for (stays, goes), seeds in lost.items():
-        told = f"{stays}: seed {', '.join(dict.fromkeys(seeds))}"
-        notes.append(f"{told} is in {goes} too, where {len(seeds)} run(s) are left out as no more complete")
-    return [run for run, _ in kept.values()]
+        known_run, known_place = best.setdefault(key, (run, place))
+        if run != known_run:
+            pair = (run, place), (known_run, known_place)
+            worse, best[key] = sorted(pair, key=lambda one: (one[0]["finished"], one[0]["steps"]))
+            left_out[best[key][1], worse[1]].append(str(run["seed"]))
+    for (place, other_place), seeds in left_out.items():
+        double = f"{place}: seed {', '.join(dict.fromkeys(seeds))} is in {other_place} too"
+        notes.append(f"{double}, where {len(seeds)} run(s) are left out as no more complete")
+    return [run for run, _ in best.values()]
 
 
 def _undamaged(runs: Runs, notes: list[str]) -> Iterator[tuple[dict[str, Any], str]]:
     """Leave out finished runs whose last evaluation is not their last update: part of their metrics is lost."""
-    for run, shown in runs:
-        last = max((one["update"][-1] for one in run["series"].values() if one["update"]), default=0)
-        if run["finished"] and run.get("steps", last) != last:
-            notes.append(
-                f"{shown}: seed {run['seed']} is damaged and left out. It finished at update {run['steps']:,}, but its "
-                f"last evaluation is at {last:,}. Train it again with --restart."
-            )
-        else:
-            yield run, shown
+    for run, place in runs:
+        last = max((points["update"][-1] for points in run["series"].values() if points["update"]), default=0)
+        if not run["finished"] or run.get("steps", last) == last:
+            yield run, place
+            continue
+        notes.append(
+            f"{place}: seed {run['seed']} is damaged and left out. It finished at update {run['steps']:,}, but its "
+            f"last evaluation is at {last:,}. Train it again with --restart."
+        )
 
 
 def cut(record: Record, until: float) -> Record:
@@ -272,9 +267,9 @@ def cut(record: Record, until: float) -> Record:
         return record
     runs = [_cut_run(run, until) for run in record["runs"]]
     stopped = sum(now["finished"] and not then["finished"] for now, then in zip(runs, record["runs"]))
-    said = f"Every run is drawn and judged up to epoch {until:g}."
-    said += f" {stopped} of {len(runs)} were stopped after it, before their last epoch." if stopped else ""
-    return judged({**record, "runs": runs, "until_epoch": until, "notes": [*record.get("notes", []), said]})
+    remark = f"Every run is drawn and judged up to epoch {until:g}."
+    remark += f" {stopped} of {len(runs)} were stopped after it, before their last epoch." if stopped else ""
+    return judged({**record, "runs": runs, "until_epoch": until, "notes": [*record.get("notes", []), remark]})
 
 
 def _cut_run(run: Mapping[str, Any], until: float) -> dict[str, Any]:
@@ -313,10 +308,10 @@ def badge(record: Record) -> str:
 def environments(record: Record) -> list[Mapping[str, Any]]:
     """Return the environments of a record's rows that differ in more than the time, or that of another record."""
     every = [run.get("environment", {}) for run in record["runs"]] if "runs" in record else [record["environment"]]
-    found: dict[str, Mapping[str, Any]] = {}
+    different: dict[str, Mapping[str, Any]] = {}
     for env in every:
-        found.setdefault(json.dumps([env.get(key) for key in _FINGERPRINT], sort_keys=True), env)
-    return list(found.values())
+        different.setdefault(json.dumps([env.get(key) for key in _FINGERPRINT], sort_keys=True), env)
+    return list(different.values())
 
 
 def commands(record: Record) -> list[str]:
@@ -332,10 +327,10 @@ def machines(record: Record) -> str:
 
 def machine(env: Mapping[str, Any]) -> str:
     """Return a machine in a few words: its GPU, else cores and processor."""
-    found = env.get("machine", {})
-    processor = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b|@.*", "", str(found.get("cpu", "unknown")))
-    cores = found.get("cores", "?")
-    return found.get("gpu") or f"{cores} core{'s' * (cores != 1)}, {' '.join(processor.split())}"
+    parts = env.get("machine", {})
+    processor = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b|@.*", "", str(parts.get("cpu", "unknown")))
+    cores = parts.get("cores", "?")
+    return parts.get("gpu") or f"{cores} core{'s' * (cores != 1)}, {' '.join(processor.split())}"
 
 
 # Files
@@ -383,31 +378,28 @@ def _dump(value: Any, indent: str = "") -> str:
 
 def load(path: str | os.PathLike[str], command: str = "lamina report") -> Record:
     """Read a record from its file; an error names the command that makes such records."""
-    shown, remedy = Path(path).name, f"Make it anew with {command}."
+    name, remedy = Path(path).name, f"Make it anew with {command}."
     try:
-        record = _parse(Path(path).read_text(encoding="utf-8"), "the file")
+        record = _parse(Path(path).read_bytes(), "the file")
     except (OSError, ValueError) as error:
-        raise fail("a record must be a readable JSON file", f"{shown}: {error}", remedy) from error
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA or not isinstance(record.get("kind"), str):
-        whole = isinstance(record, dict)
-        found = {key: record.get(key) for key in ("schema", "kind")} if whole else type(record).__name__
-        raise fail(f"a record must have schema {SCHEMA} and a kind", f"{shown}: {found}", remedy)
-    if record["kind"] == "experiment":
-        _check_experiment(record, shown, remedy)
+        raise fail("a record must be a readable JSON file", f"{name}: {error}", remedy) from error
+    if record.get("schema") != SCHEMA or not isinstance(record.get("kind"), str):
+        received = {key: record.get(key) for key in ("schema", "kind")}
+        raise fail(f"a record must have schema {SCHEMA} and a kind", f"{name}: {received}", remedy)
+    try:
+        _check_whole(record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise fail("a record of an experiment must be whole", f"{name}: {reason}", remedy) from None
     return record
 
 
-def _check_experiment(record: Record, shown: str, remedy: str) -> None:
-    try:
-        texts = (record["experiment"], record["data"]["name"], record["data"]["kind"], record.get("scale", ""))
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("names must be text")
-        for run in record["runs"]:
-            lengths = [{len(one[key]) for key in ("update", "value")} for one in run["series"].values()]
-            if any(len(one) > 1 for one in lengths) or not isinstance(run["config"], dict):
-                raise TypeError("a run lacks its settings, or its lists differ in length")
-            if "seed" not in run or "finished" not in run:
-                raise TypeError("a run lacks seed or finished")
-    except (KeyError, TypeError, AttributeError) as error:
-        missing = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise fail("a record of an experiment must be whole", f"{shown}: {missing}", remedy) from None
+def _check_whole(record: Record) -> None:
+    if record["kind"] != "experiment":
+        return
+    _check_types({"scale": "", **record}, {"experiment": str, "scale": str}, "")
+    _check_types(record["data"], {"name": str, "kind": str}, "data.")
+    for run in record["runs"]:
+        _check_types(run, {"config": dict, "seed": object, "finished": object}, "a run's ")
+        if any(len(points["update"]) != len(points["value"]) for points in run["series"].values()):
+            raise ValueError("a run's lists differ in length")

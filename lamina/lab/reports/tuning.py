@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any
@@ -28,23 +29,28 @@ def choose(paths: Iterable[str | os.PathLike[str]], scale: str = "") -> list[dic
 
     scale: the scale whose settings were searched, for the record's name.
     """
-    found = [record for record in records.collect(paths) if record.get("kind") == "experiment"]
-    if not found:
+    collected = records.collect(paths)
+    if not collected:
         received = f"none under {', '.join(map(str, paths))}"
         raise fail("tuning reads run folders", received, "lamina run NAME --lr A,B first.")
-    return [_tuned(record, scale) for record in found]
+    return [_tuned(record, scale) for record in collected]
 
 
 def _tuned(record: records.Record, scale: str) -> dict[str, Any]:
     sheet = find(record["experiment"])
     searched = _searched(record["runs"], sheet)
-    rows = [_row(sheet, variant, searched, runs) for variant, runs in _groups(record["runs"], [*sheet.vary, *searched])]
-    kept = {key: record[key] for key in ("schema", "experiment", "data")}
-    kept |= {"environment": records.environments(record)[0], "commands": records.commands(record)}
-    name = "-".join(filter(None, (record["experiment"], record["data"]["name"], scale)))
-    found = {"searched": searched, "rows": rows, "chosen": _best(rows, sheet)}
-    best = "highest" if sheet.headline.higher else "lowest"
-    return {**kept, "kind": "tuning", "name": name, "metric": f"{best} {sheet.headline.name}", **found}
+    rows = [_row(sheet, searched, runs) for runs in _groups(record["runs"], [*sheet.vary, *searched])]
+    return {
+        **{key: record[key] for key in ("schema", "experiment", "data")},
+        "kind": "tuning",
+        "name": "-".join(filter(None, (record["experiment"], record["data"]["name"], scale))),
+        "environment": records.environments(record)[0],
+        "commands": records.commands(record),
+        "metric": f"{'highest' if sheet.headline.higher else 'lowest'} {sheet.headline.name}",
+        "searched": searched,
+        "rows": rows,
+        "chosen": _best(rows, sheet),
+    }
 
 
 def _searched(runs: Iterable[Run], sheet: Sheet) -> list[str]:
@@ -54,34 +60,38 @@ def _searched(runs: Iterable[Run], sheet: Sheet) -> list[str]:
     return [n for n in names if len({c[n] for c in configs}) > 1] or ["lr"]
 
 
-def _groups(runs: Iterable[Run], names: list[str]) -> list[tuple[dict[str, Any], list[Run]]]:
-    groups: dict[tuple[Any, ...], list[Run]] = {}
+def _groups(runs: Iterable[Run], names: list[str]) -> list[list[Run]]:
+    groups: dict[tuple[Any, ...], list[Run]] = defaultdict(list)
     for run in runs:
-        groups.setdefault(tuple(run["config"][n] for n in names), []).append(run)
-    return [(dict(zip(names, key)), members) for key, members in sorted(groups.items(), key=lambda item: str(item[0]))]
+        groups[tuple(run["config"][name] for name in names)].append(run)
+    return [groups[key] for key in sorted(groups, key=str)]
 
 
-def _row(sheet: Sheet, settings: dict[str, Any], searched: list[str], runs: list[Run]) -> dict[str, Any]:
-    values = [_best_value(run, sheet.headline) for run in runs]
-    finite = [v for v in values if v is not None]
-    mean = fmean(finite) if len(finite) == len(values) else None  # a seed that diverged rules the setting out
-    return {"variant": {k: settings[k] for k in sheet.vary}, "setting": {k: settings[k] for k in searched},
-            "epochs": runs[0]["config"]["epochs"], "values": values, "n": len(values), "mean": mean}  # fmt: skip
+def _row(sheet: Sheet, searched: list[str], runs: list[Run]) -> dict[str, Any]:
+    config, values = runs[0]["config"], [_best_value(run, sheet.headline) for run in runs]
+    finite = [value for value in values if value is not None]
+    return {
+        "variant": {name: config[name] for name in sheet.vary},
+        "setting": {name: config[name] for name in searched},
+        "epochs": config["epochs"],
+        "values": values,
+        "n": len(values),
+        "mean": fmean(finite) if len(finite) == len(values) else None,  # a seed that diverged rules the setting out
+    }
 
 
 def _best_value(run: Run, metric: Metric) -> float | None:
     """Return the best value of a run that went well; None for one that ended early or was once not finite."""
-    series = series_of(run, metric)
-    well = run["finished"] and series is not None and all(map(math.isfinite, series[1]))
-    return metric.best(series[1]) if well and series is not None else None
+    _, values = series_of(run, metric) or ((), (math.nan,))
+    return metric.best(values) if run["finished"] and all(map(math.isfinite, values)) else None
 
 
 def _best(rows: list[dict[str, Any]], sheet: Sheet) -> list[dict[str, Any]]:
     best: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in rows:
-        key = tuple(row["variant"][k] for k in sheet.vary)
-        if row["mean"] is not None and (key not in best or sheet.headline.is_better(row["mean"], best[key]["mean"])):
-            best[key] = row
+    for row in (row for row in rows if row["mean"] is not None):
+        known = best.setdefault(tuple(row["variant"].values()), row)
+        if sheet.headline.is_better(row["mean"], known["mean"]):
+            best[tuple(row["variant"].values())] = row
     return [{**row["variant"], **row["setting"]} for row in best.values()]
 
 
@@ -109,16 +119,16 @@ def table(record: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     """Return caption, columns and rows: each variant's mean figure at every setting, the chosen one marked."""
     sheet = find(record["experiment"])
     settings = sorted((row["setting"] for row in record["rows"]), key=lambda s: tuple(s.values()))
-    columns = list(dict.fromkeys(_shown_setting(setting) for setting in settings))
+    columns = list(dict.fromkeys(_in_words(setting) for setting in settings))
     cells: dict[str, dict[str, str]] = {}
     for row in record["rows"]:
         chosen = {**row["variant"], **row["setting"]} in record["chosen"]
         value = "diverged" if row["mean"] is None else f"{row['mean']:.4f}" + (" ← chosen" if chosen else "")
-        cells.setdefault(label(sheet, row["variant"]), {})[_shown_setting(row["setting"])] = value
+        cells.setdefault(label(sheet, row["variant"]), {})[_in_words(row["setting"])] = value
     caption = f"{record['metric']} in a short run, {record['data']['label']}; the same grid for every variant"
-    rows = [[name, *(found.get(c, "-") for c in columns)] for name, found in cells.items()]
+    rows = [[name, *(by_setting.get(column, "-") for column in columns)] for name, by_setting in cells.items()]
     return caption, ["Variant", *columns], rows
 
 
-def _shown_setting(setting: Mapping[str, Any]) -> str:
+def _in_words(setting: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in setting.items())

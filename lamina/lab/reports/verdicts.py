@@ -58,7 +58,7 @@ def mixed_settings(record: Record, sheet: Sheet) -> list[str]:
     for run in record["runs"]:
         for key, value in settings_of(run).items():
             values[variant_of(run, sheet), key].add(json.dumps(value))
-    return sorted({key for (_, key), found in values.items() if len(found) > 1 and key not in sheet.vary})
+    return sorted({key for (_, key), several in values.items() if len(several) > 1 and key not in sheet.vary})
 
 
 def variant_of(run: Mapping[str, Any], sheet: Sheet) -> str:
@@ -112,10 +112,10 @@ def summarise(
     """Return mean and spread over seeds; None among the values stands for "never" or "not finite"."""
     done, metric, target = results(runs), sheet.metric(number.metric), number.target
     if target is not None:
-        found = done.crossings(metric, target)
+        by_seed = done.crossings(metric, target)
     else:
-        found = (done.best if number.at == "best" else done.final)(metric)
-    values = [rounded(value) for value in found.values()]
+        by_seed = (done.best if number.at == "best" else done.final)(metric)
+    values = [rounded(value) for value in by_seed.values()]
     finite = [value for value in values if value is not None]
     return {
         "variant": dict(settings),
@@ -140,9 +140,9 @@ def _verdict(claim: Claim, finished: Results, sheet: Sheet) -> Verdict:
 
 def _told(claim: Claim, verdict: Verdict) -> dict[str, Any]:
     """Return what a record keeps of a verdict: six digits, infinities as they are."""
-    said = {key: getattr(claim, key) for key in ("name", "text", "paper", "claimed", "doubt")}
-    found = {**dataclasses.asdict(verdict), "indicative": verdict.indicative}
-    return {**said, **rounded(found, infinite=True)}
+    statement = {key: getattr(claim, key) for key in ("name", "text", "paper", "claimed", "doubt")}
+    judgement = {**dataclasses.asdict(verdict), "indicative": verdict.indicative}
+    return {**statement, **rounded(judgement, infinite=True)}
 
 
 def rounded(value: Any, infinite: bool = False) -> Any:

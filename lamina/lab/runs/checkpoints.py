@@ -1,39 +1,37 @@
-"""Checkpoints that are whole or absent: written aside, hashed, synced and renamed into place."""
+"""Atomic checkpoints: written to a temporary folder, hashed, synced and renamed into place."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
+import itertools
 import json
-import math
 import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InputError, RunError, fail
+from ...errors import fail
+from .files import disk_errors, parsed, sync_folder, write_synced
 
 if TYPE_CHECKING:  # torch takes seconds to import, and listing runs needs none of it
     import torch
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = "weights.safetensors", "optimizer.pt", "state.pt", "MANIFEST.json"
 SCHEMA = 2  # 1 held the optimiser as safetensors and JSON
 
 
 class Damaged(Exception):
-    """A checkpoint that cannot be trusted; the text says what is wrong with it."""
+    """Checkpoint that is not as it was written; the text names the fault."""
 
 
 @dataclass
 class Checkpoint:
-    """What a run needs to go on: ``state`` is the caller's own, the rest says where the run stood."""
+    """All that a run needs to go on. The caller defines ``state``."""
 
     step: int
     weights: dict[str, torch.Tensor]
@@ -43,83 +41,6 @@ class Checkpoint:
     best: float | None = None  # the value that made this checkpoint the best so far
 
 
-@contextmanager
-def disk_errors(what: object) -> Iterator[None]:
-    """Turn a write that failed into a ``RunError`` with the remedy."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise RunError(f"disk full while writing {what}: free space and run again with --resume") from error
-        reason = error.strerror or str(error)
-        raise RunError(f"could not write {what} ({reason}): put that right and run again with --resume") from error
-
-
-def write_all(file: int, data: bytes) -> None:
-    """Write all of it: one ``os.write``, and more only where the system took less."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(file, rest) :]
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames and new names in the folder last through a loss of power."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        write_all(file, data)
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file in one step: at every moment it has its old content or all of the new."""
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    with disk_errors(path):
-        try:
-            _write_synced(temporary, data)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
-
-
-def damaged_json(path: Path) -> InputError:
-    return fail(f"{path.name} must be as the run wrote it", f"{path}, which cannot be read", "Restore it from a copy.")
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        found: Any = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):
-        raise damaged_json(path) from None
-    if not isinstance(found, dict):
-        raise damaged_json(path)
-    return found
-
-
-def plain(value: Any) -> Any:
-    """Return the value as strict JSON holds it: arrays and tensors as lists, NaN and infinity as null."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _on_host(name: str, tensor: object) -> torch.Tensor:
     """Return a contiguous copy on the CPU: safetensors refuses tied and strided tensors."""
     import torch
@@ -127,12 +48,12 @@ def _on_host(name: str, tensor: object) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         kind = "a sparse or meta tensor" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise fail("weights in a checkpoint must be dense tensors", f"{kind} for {name!r}", "Convert it first.")
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return plain.clone(memory_format=torch.contiguous_format)
+    on_cpu = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return on_cpu.clone(memory_format=torch.contiguous_format)
 
 
 def _dumped(name: str, value: Mapping[str, Any]) -> bytes:
-    """Return the value as torch saves it; refused where reading it back would need to run code."""
+    """Return the value as torch saves it; raise if reading it back would have to run code."""
     import torch
 
     buffer = io.BytesIO()
@@ -156,21 +77,21 @@ def _loaded(data: bytes) -> dict[str, Any]:
 
 
 def listed(home: Path) -> list[tuple[int, Path]]:
-    """Return steps and folders of the checkpoints in ``home``, oldest first, whole or not."""
+    """Return steps and folders of the checkpoints in ``home``, oldest first, damaged ones included."""
     names = os.listdir(home) if home.is_dir() else []
-    found = [(match, home / match.string) for match in map(re.compile(r"step-(\d+)").fullmatch, names) if match]
-    return sorted((int(match[1]), path) for match, path in found)
+    matches = filter(None, map(re.compile(r"step-(\d+)").fullmatch, names))
+    return sorted((int(match[1]), home / match.string) for match in matches)
 
 
 def write(home: Path, checkpoint: Checkpoint) -> Path:
-    """Write the checkpoint to ``home/step-...``: all of it, or nothing and what was there before."""
+    """Write the checkpoint to ``home/step-...``; if that fails, leave ``home`` as it was."""
     target, temporary = home / f"step-{checkpoint.step:09d}", home / f".tmp-{os.getpid()}"
     files = _contents(checkpoint)
     with disk_errors(target):
         try:
             temporary.mkdir(parents=True)
             for name, data in files.items():
-                _write_synced(temporary / name, data)
+                write_synced(temporary / name, data)
             sync_folder(temporary)
             _put_in_place(temporary, target)
         except BaseException:
@@ -203,7 +124,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 
 def tidy(home: Path) -> None:
-    """Clear what an interrupted write left; restore a checkpoint whose replacement never came."""
+    """Remove what an interrupted write left; restore a checkpoint whose replacement was never put in place."""
     for path in home.glob(".old-*"):
         target = path.with_name(path.name.removeprefix(".old-"))
         if not target.exists():
@@ -213,49 +134,41 @@ def tidy(home: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete; renamed first, so that a kill half way leaves no torn folder under a checkpoint's name."""
-    leaving = path.with_name(f".tmp-{path.name}")
-    os.rename(path, leaving)
-    shutil.rmtree(leaving)
+    """Rename, then delete, so that a kill half way leaves no torn folder under a checkpoint's name."""
+    shutil.rmtree(path.rename(path.with_name(f".tmp-{path.name}")))
 
 
-def set_aside(path: Path) -> Path:
-    """Give the folder a name that is no checkpoint's; nothing is deleted."""
-    number = next(n for n in range(1, 10**9) if not path.with_name(f"set-aside-{n}-{path.name}").exists())
-    return path.rename(path.with_name(f"set-aside-{number}-{path.name}"))
+def set_aside(path: Path) -> None:
+    """Rename the folder, so that it no longer counts as a checkpoint."""
+    names = (f"set-aside-{number}-{path.name}" for number in itertools.count(1))
+    path.rename(next(name for name in map(path.with_name, names) if not name.exists()))
 
 
 def read(path: Path) -> Checkpoint:
-    """Return the checkpoint in this folder, on the CPU; raise ``Damaged`` unless every byte is as it was written."""
+    """Return the checkpoint in this folder, on the CPU; raise ``Damaged`` if any byte has changed."""
     from safetensors.torch import load
 
-    step, files = _read_files(path)
-    return Checkpoint(step, load(files[WEIGHTS]), _loaded(files[OPTIMIZER]), **_loaded(files[STATE]))
-
-
-def _read_files(path: Path) -> tuple[int, dict[str, bytes]]:
     manifest = _read_manifest(path)
     if path.name != f"step-{manifest['step']:09d}":
         raise Damaged(f"its {MANIFEST} is that of step {manifest['step']}")
-    files = {name: _read_bytes(path / name) for name in manifest["files"]}
-    for name, data in files.items():
-        expected = manifest["files"][name]
-        if len(data) != expected["size"]:
-            raise Damaged(f"{name} has {len(data)} bytes and should have {expected['size']}")
-        if _hash(data) != expected["sha256"]:
-            raise Damaged(f"{name} does not match its hash")
-    return manifest["step"], files
+    files = {name: _read_checked(path / name, **expected) for name, expected in manifest["files"].items()}
+    return Checkpoint(manifest["step"], load(files[WEIGHTS]), _loaded(files[OPTIMIZER]), **_loaded(files[STATE]))
+
+
+def _read_checked(path: Path, size: int, sha256: str) -> bytes:
+    data = _read_bytes(path)
+    if len(data) != size:
+        raise Damaged(f"{path.name} has {len(data)} bytes and should have {size}")
+    if _hash(data) != sha256:
+        raise Damaged(f"{path.name} does not match its hash")
+    return data
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     raw = _read_bytes(path / MANIFEST)
-    try:
-        manifest: dict[str, Any] = json.loads(raw)
-        del manifest["sha256"]
-        same = _manifest(manifest) == raw
-    except (ValueError, KeyError, TypeError):
-        raise Damaged(f"{MANIFEST} cannot be read") from None
-    if not same:
+    manifest = parsed(raw) or {}
+    manifest.pop("sha256", None)
+    if _manifest(manifest) != raw:
         raise Damaged(f"{MANIFEST} does not match its hash")
     if manifest["schema"] != SCHEMA:
         raise Damaged(f"it was written by another version of lamina (schema {manifest['schema']}, not {SCHEMA})")
@@ -263,7 +176,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _manifest(content: dict[str, Any]) -> bytes:
-    """Return the manifest with its own hash last, so that damage to the list of hashes shows too."""
+    """Return the manifest as JSON with its own hash last, so that damage to the list of hashes is seen too."""
     return json.dumps({**content, "sha256": _hash(json.dumps(content).encode())}, indent=1).encode()
 
 
@@ -274,7 +187,5 @@ def _hash(data: bytes) -> str:
 def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except FileNotFoundError:
-        raise Damaged(f"{path.name} is missing") from None
     except OSError as error:
         raise Damaged(f"{path.name} cannot be read ({error.strerror})") from None

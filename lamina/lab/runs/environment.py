@@ -17,16 +17,16 @@ from types import CodeType
 from typing import Any
 
 PACKAGE = Path(__file__).parents[2]
-COMMIT_VARIABLE = "LAMINA_COMMIT"  # the commit of a copy whose .git is absent or behind, as its maker knows it
+COMMIT_VARIABLE = "LAMINA_COMMIT"  # names the commit of a copy that has no .git folder, or an old one
 
 
 def environment() -> dict[str, Any]:
     """Return versions, commit and machine for a run's header; no host, user or path."""
     from ... import __version__
 
-    told, system = os.environ.get(COMMIT_VARIABLE), f"{platform.system()} {platform.machine()}"
-    tracked = None if told else _git("ls-files", "--error-unmatch", "__init__.py")
-    commit = _git("rev-parse", "HEAD") if tracked else told
+    named_commit, system = os.environ.get(COMMIT_VARIABLE), f"{platform.system()} {platform.machine()}"
+    tracked = None if named_commit else _git("ls-files", "--error-unmatch", "__init__.py")
+    commit = _git("rev-parse", "HEAD") if tracked else named_commit
     return {
         "lamina": __version__,
         "commit": commit,
@@ -41,8 +41,7 @@ def changed_since(commit: str, files: Sequence[str]) -> bool | None:
     """Return whether the code of ``files`` (pathspecs below the package) changed after ``commit``; None if unknown.
 
     Comments, docstrings, imports and the names of local variables are not code; a renamed file is compared with itself.
-    Git cannot tell without a repository, or in a shallow one that lacks the commit. Anything but a commit's name is
-    kept from git's command line.
+    Unknown means: no repository, or a shallow one without the commit. Only a commit's name reaches git's command line.
     """
     if not re.fullmatch("[0-9a-f]{7,64}", commit) or not _git("ls-files", "--error-unmatch", "__init__.py"):
         return None
@@ -51,12 +50,12 @@ def changed_since(commit: str, files: Sequence[str]) -> bool | None:
     if covered is None or entries is None:
         return None
     changes = (entry.split("\t")[1:] for entry in entries.splitlines())
-    wanted = {*covered.splitlines()}
-    return any(_code_changed(commit, names[0], names[-1]) for names in changes if not wanted.isdisjoint(names))
+    names_covered = {*covered.splitlines()}
+    return any(_code_changed(commit, names[0], names[-1]) for names in changes if not names_covered.isdisjoint(names))
 
 
 def _code_changed(commit: str, old: str, new: str) -> bool:
-    """Return whether a file, or one that was renamed, differs in more than words."""
+    """Return whether the code of a file, possibly renamed, differs."""
     path, before = PACKAGE / new, _git("show", f"{commit}:./{old}")
     if before is None or not path.is_file() or path.suffix != ".py":
         return True
@@ -64,13 +63,13 @@ def _code_changed(commit: str, old: str, new: str) -> bool:
 
 
 def _code(source: str) -> tuple[Any, ...]:
-    """Return what Python runs of a module: no docstrings, no imports, and local variables as numbers."""
+    """Return the code of a module without docstrings, imports and the names of local variables."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            kept = [line for line in body if not isinstance(line, (ast.Import, ast.ImportFrom)) and not _is_text(line)]
-            node.body = kept or [ast.Pass(lineno=1, col_offset=0)]  # type: ignore[attr-defined]
+            code = [line for line in body if not isinstance(line, (ast.Import, ast.ImportFrom)) and not _is_text(line)]
+            node.body = code or [ast.Pass(lineno=1, col_offset=0)]  # type: ignore[attr-defined]
     return _instructions(compile(tree, "", "exec", dont_inherit=True))
 
 
@@ -87,30 +86,30 @@ def _is_text(line: ast.stmt) -> bool:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return what git prints in the package's folder; None where that is no checkout, or git is absent."""
+    """Return git's output in the package's folder; None if that is no checkout, or git is not installed."""
     command = ["git", "-C", str(PACKAGE), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in ("torch", "numpy", "numba", "accelerate", "triton"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            versions[package] = metadata.version(package)
+    return versions
 
 
 def _cpu() -> str:
     with contextlib.suppress(OSError):
-        if found := re.search(r"^model name.*?:(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE):
-            return found[1].strip()
+        if model := re.search(r"^model name.*?:(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE):
+            return model[1].strip()
     return platform.processor() or platform.machine()
 
 
 def _gpu() -> str | None:
-    torch = sys.modules.get("torch")  # a run has imported it; nothing here is worth the seconds that takes
+    torch = sys.modules.get("torch")  # imported by any run; importing it here would take seconds
     return str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_available() else None

@@ -1,7 +1,8 @@
-"""Run folders: one process at a time, nothing half-written, nothing lost when the process is killed."""
+"""Run folders: used by one process at a time, written atomically, safe when the process is killed."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import fail
-from . import checkpoints
-from .checkpoints import Checkpoint, Damaged, damaged_json, disk_errors, plain, read_json
-from .files import Events, Metrics, is_held, lock, make_folder, not_writable, parsed
+from . import checkpoints, files
+from .checkpoints import Checkpoint, Damaged
+from .files import disk_errors, folder_errors, parsed, plain, read_json
 
 if TYPE_CHECKING:  # torch takes seconds to import, and ``status`` needs none of it
     import torch
@@ -31,34 +32,35 @@ class RunFolder:
 
         with RunFolder.open("runs/mnist/mnist-real/layer-seed0") as folder:
             folder.start(header, resume=True)
-            found = folder.load()  # None in a new run
+            checkpoint = folder.load()  # None in a new run
 
-    ``notes`` collects what the user should hear of (a damaged checkpoint, no TensorBoard); the caller prints them.
+    ``notes`` collects warnings (a damaged checkpoint, no TensorBoard); the caller prints them.
     """
 
-    def __init__(self, path: Path, held: BaseFileLock) -> None:
+    def __init__(self, path: Path, run_lock: BaseFileLock) -> None:
         self.path = path
         self.notes: list[str] = []
-        self._lock = held
+        self._lock = run_lock
         self._owner = os.getpid()
         self._home = path / CHECKPOINTS
-        self._metrics = Metrics(path / METRICS)
-        self._events = Events(path, self.notes)
-        self._resuming = False  # until the first load, which is what cuts the metrics back
+        self._metrics = files.Metrics(path / METRICS)
+        self._events = files.Events(path, self.notes)
+        self._resuming = False  # until the first load, which rewinds the metrics
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """Make the folder if need be and lock it; refuse while another process (or this one) holds it."""
+        """Make the folder if it does not exist and lock it; raise while another process (or this one) holds it."""
         place = Path(path)
-        make_folder(place)
-        folder = cls(place, lock(place / LOCK))
+        files.make_folder(place)
+        folder = cls(place, files.lock(place / LOCK))
         try:
-            for left_over in place.glob(".tmp-*"):
-                left_over.unlink(missing_ok=True)
-            checkpoints.tidy(folder._home)
-        except OSError as error:
+            with folder_errors(place):
+                for left_over in place.glob(".tmp-*"):
+                    left_over.unlink(missing_ok=True)
+                checkpoints.tidy(folder._home)
+        except BaseException:
             folder.close()
-            raise not_writable(place, error) from error
+            raise
         return folder
 
     def __enter__(self) -> RunFolder:
@@ -68,16 +70,15 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Release the lock and close the files; a forked child that gets here leaves its parent's alone."""
+        """Release the lock; in a forked child, do nothing: the lock is its parent's."""
         if os.getpid() == self._owner:
             self._events.close()
-            self._metrics.close()
             self._lock.release()
 
     @property
     def artefacts(self) -> Path:
         """Folder of pictures and samples, made on first use."""
-        make_folder(self.path / ARTEFACTS)
+        files.make_folder(self.path / ARTEFACTS)
         return self.path / ARTEFACTS
 
     @property
@@ -86,15 +87,15 @@ class RunFolder:
         return read_json(self.path / HEADER)
 
     def start(self, header: Mapping[str, Any], *, resume: bool, restart: bool = False) -> None:
-        """Begin a run, or go on with the one that is here.
+        """Begin a run, or resume the one in this folder.
 
         Args:
             header: experiment, config, seeds, data and the environment.
-            resume: go on with a run of the same experiment, settings, seeds and data, or begin where there is none.
-            restart: move what is here to ``old-<n>`` and begin anew.
+            resume: resume a run of the same experiment, settings, seeds and data; begin one if the folder has none.
+            restart: move the files of an earlier run to ``old-<n>`` and begin a new one.
         """
         if resume and restart:
-            raise fail("a run is resumed or begun anew", "--resume and --restart together", "Pass one of them.")
+            raise fail("a run is either resumed or restarted", "--resume and --restart together", "Pass one of them.")
         if restart:
             self._move_to_old()
         stored = self.header
@@ -109,24 +110,23 @@ class RunFolder:
             raise fail("a new run needs a new folder", received, "Pass --resume to go on or --restart to begin anew.")
 
     def _refuse_orphans(self) -> None:
-        """Refuse metrics or checkpoints without their settings: they are somebody's run."""
+        """Raise if there are metrics or checkpoints without a header: they may be a run that somebody needs."""
         if checkpoints.listed(self._home) or self._metrics.size():
             received = f"{self.path} with metrics or checkpoints and no {HEADER}"
             raise fail("a new run needs a new folder", received, f"Put {HEADER} back, or pass --restart to begin anew.")
 
     def _move_to_old(self) -> None:
-        """Move the header first: if the rest is interrupted, the folder is refused as no run, not resumed."""
-        here = [p for p in self.path.iterdir() if p.name != LOCK and not p.name.startswith("old-")]
-        if not here:
+        """Move an earlier run, its header first: after an interrupt the folder is refused, not resumed."""
+        paths = [path for path in self.path.iterdir() if path.name != LOCK and not path.name.startswith("old-")]
+        if not paths:
             return
         self._events.close()
-        self._metrics.close()
-        old = self.path / f"old-{next(n for n in range(1, 10**9) if not (self.path / f'old-{n}').exists())}"
+        old = next(old for n in itertools.count(1) if not (old := self.path / f"old-{n}").exists())
         with disk_errors(old):
             old.mkdir()
-            for path in sorted(here, key=lambda p: p.name != HEADER):
+            for path in sorted(paths, key=lambda p: p.name != HEADER):
                 path.rename(old / path.name)
-            checkpoints.sync_folder(self.path)
+            files.sync_folder(self.path)
 
     def log(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Append lines to ``metrics.jsonl``, and to TensorBoard's events."""
@@ -136,13 +136,13 @@ class RunFolder:
         self._events.add(rows)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return every line so far, without a last one that was cut off by a kill."""
+        """Return every line so far, without a last one that a kill cut short."""
         return self._metrics.read()
 
     def write_json(self, name: str, value: Mapping[Any, Any]) -> None:
-        """Write a small file, all of it or nothing; what is not finite becomes null."""
+        """Write a small file atomically; numbers that are not finite become null."""
         text = json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
-        checkpoints.write_atomically(self.path / name, text.encode())
+        files.write_atomically(self.path / name, text.encode())
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Return what ``write_json`` wrote, or None."""
@@ -158,12 +158,8 @@ class RunFolder:
     ) -> Path:
         """Write a checkpoint; keep the last two and the best, delete older ones once the new one is in place.
 
-        Args:
-            step: updates so far.
-            weights: ``model.state_dict()``.
-            optimizer: ``optimizer.state_dict()``.
-            state: anything else, as numbers, text, lists, dicts and tensors.
-            best: the value, if this is the best so far: ``mark_best`` with no gap for a kill to fall in.
+        ``state`` is anything made of numbers, text, lists, dicts and tensors. ``best`` is the value if this is the best
+        checkpoint so far: it marks the checkpoint even if a kill follows at once.
         """
         with disk_errors(self.path / METRICS):
             size = self._metrics.sync()  # the checkpoint must not outlive lines that it counts as written
@@ -172,33 +168,34 @@ class RunFolder:
         path = checkpoints.write(self._home, saved)
         if best is not None:
             self.mark_best(step, best)
-        self._prune(step)
+        else:
+            self._prune(step)
         return path
 
     def load(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole, on the CPU, or None where there is none at all.
+        """Return the newest undamaged checkpoint, on the CPU, or None if there is no checkpoint at all.
 
-        The first load after ``start(resume=True)`` also takes metrics and events back to that checkpoint.
+        The first load after ``start(resume=True)`` also rewinds metrics and events to that checkpoint.
         """
         faults: list[str] = []
         for _, path in reversed(checkpoints.listed(self._home)):
             try:
-                found = checkpoints.read(path)
-                self._check_metrics_reach(found)
+                checkpoint = checkpoints.read(path)
+                self._check_metrics_reach(checkpoint)
             except Damaged as damage:
                 faults.append(f"{path.name}: {damage}")
                 continue
             self.notes += [f"checkpoint passed over: {fault}" for fault in faults]
-            self._return_to(found)
-            return found
+            self._rewind(checkpoint)
+            return checkpoint
         if faults:
             remedy = f"Put whole ones back into {self._home}, or pass --restart to begin anew (the old files are kept)."
             raise fail("a run goes on from a checkpoint that is whole", "; ".join(faults), remedy)
-        self._return_to(None)
+        self._rewind(None)
         return None
 
     def best_checkpoint(self) -> Checkpoint | None:
-        """Return the best checkpoint, or the newest that is whole where none is marked; None where there is none."""
+        """Return the best checkpoint, or the newest undamaged one if none is marked; None if there is none."""
         best = self.best()
         if best is None:
             return self.load()
@@ -209,13 +206,13 @@ class RunFolder:
             raise fail("the best checkpoint must be whole", f"step {best[0]}: {damage}", remedy) from None
 
     def memo(self, name: str, checkpoint: Checkpoint) -> Callable[[str, Callable[[], Any]], Any]:
-        """Return a function that computes a part of an evaluation once and keeps it in the folder, as JSON.
+        """Return a function that computes a part of an evaluation once and stores it in the folder, as JSON.
 
-        Parts that were kept for another checkpoint are dropped.
+        Parts that were stored for another checkpoint are dropped.
         """
         file = f"evaluation-{name}.json"
-        kept = self.read_json(file) or {}
-        parts: dict[str, Any] = kept["parts"] if kept.get("step") == checkpoint.step else {}
+        stored = self.read_json(file) or {}
+        parts: dict[str, Any] = stored["parts"] if stored.get("step") == checkpoint.step else {}
 
         def part(key: str, compute: Callable[[], Any]) -> Any:
             if key not in parts:
@@ -225,24 +222,19 @@ class RunFolder:
 
         return part
 
-    def _check_metrics_reach(self, found: Checkpoint) -> None:
+    def _check_metrics_reach(self, checkpoint: Checkpoint) -> None:
         size = self._metrics.size()
-        if self._resuming and size < found.metrics_bytes:
-            raise Damaged(f"{METRICS} has {size} bytes and had {found.metrics_bytes} when it was written")
+        if self._resuming and size < checkpoint.metrics_bytes:
+            raise Damaged(f"{METRICS} has {size} bytes and had {checkpoint.metrics_bytes} when it was written")
 
-    def _return_to(self, found: Checkpoint | None) -> None:
+    def _rewind(self, checkpoint: Checkpoint | None) -> None:
+        """Restore the folder to the time of the checkpoint, so that a resumed run writes no line twice.
+
+        Later checkpoints are renamed: they are damaged, or one of them would have been loaded.
+        """
         if not self._resuming:
             return
-        self.rewind(found.step if found else 0, found.metrics_bytes if found else 0)
-        if found and found.best is not None and (self.best() or (None,))[0] != found.step:
-            self.mark_best(found.step, found.best)  # killed between the checkpoint and best.json
-        self._resuming = False
-
-    def rewind(self, step: int, metrics_bytes: int) -> None:
-        """Take the folder back to how the checkpoint at ``step`` saw it, so that no line is written twice.
-
-        Later checkpoints (all of them damaged, or one of them would have been loaded) are set aside under other names.
-        """
+        step, metrics_bytes = (checkpoint.step, checkpoint.metrics_bytes) if checkpoint else (0, 0)
         with disk_errors(self.path):
             for later, path in checkpoints.listed(self._home):
                 if later > step:
@@ -254,6 +246,9 @@ class RunFolder:
                 (self.path / SUMMARY).unlink(missing_ok=True)  # a run that goes back has not finished
                 os.truncate(self._metrics.path, metrics_bytes)
         self._events.purge_step = step + 1 if metrics_bytes else 0
+        if checkpoint and checkpoint.best is not None and (self.best() or (None,))[0] != step:
+            self.mark_best(step, checkpoint.best)  # killed between the checkpoint and best.json
+        self._resuming = False
 
     def mark_best(self, step: int, value: float) -> None:
         """Keep the checkpoint of this step until a better one is marked."""
@@ -270,7 +265,7 @@ class RunFolder:
         try:
             return None if stored is None else (int(stored["step"]), float(stored["value"]))
         except (KeyError, TypeError, ValueError):
-            raise damaged_json(self.path / BEST) from None
+            raise files.damaged_file(self.path / BEST) from None
 
     def _prune(self, new: int) -> None:
         every, best = checkpoints.listed(self._home), self.best()
@@ -283,7 +278,7 @@ class RunFolder:
 
 
 def _identity(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must not change while a run goes on, by the name that a message gives it."""
+    """Return what must not change when a run is resumed, under the names that messages use."""
     data = header.get("data") or {}
     identity = {name: header.get(name) for name in ("schema", "experiment", "seeds")}
     identity |= {f"config.{name}": value for name, value in (header.get("config") or {}).items()}
@@ -315,7 +310,7 @@ def status(path: str | os.PathLike[str]) -> dict[str, Any]:
         "step": _last_step(folder),
         "checkpoint": saved[-1][0] if saved else None,
         "finished": bool((read_json(folder / SUMMARY) or {}).get("finished")),
-        "running": is_held(folder / LOCK),
+        "running": files.is_held(folder / LOCK),
     }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
 
 
 class Reporter:
@@ -19,21 +20,17 @@ class Reporter:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, highlight=False)
-        self._bars: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
-        self._began: dict[str, tuple[float, int]] = {}
-        self._said: dict[str, float] = {}
-        self._newest: dict[str, tuple[float, dict[str, Any]]] = {}  # when a run was last shown, and its figures
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        figures, plain = TextColumn("{task.fields[figures]}"), not self.console.is_terminal
+        self._bars = Progress(*columns, figures, console=self.console, disable=plain)
+        self._tasks: dict[str, Task] = {}  # by label of a run
 
     def __enter__(self) -> Reporter:
-        if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bars = Progress(*columns, TextColumn("{task.fields[loss]}"), console=self.console)
-            self._bars.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *raised: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._bars is not None:
+        if not self._bars.disable:
             self._bars.stop()
 
     def line(self, text: str) -> None:
@@ -42,62 +39,57 @@ class Reporter:
 
     def begin(self, label: str, step: int, total: int) -> None:
         """Show a run of ``total`` updates that is at ``step``."""
-        self._began[label] = (time.monotonic(), step)
-        self._newest[label] = (time.monotonic(), {})
-        if self._bars is not None:
-            self._tasks[label] = self._bars.add_task(label, total=total, completed=step, loss="")
+        state: dict[str, Any] = {
+            "first": step,
+            "shown": time.monotonic(),
+            "printed": -math.inf,
+            "values": {},
+            "figures": "",
+        }
+        self._bars.add_task(label, total=total, completed=step, **state)
+        self._tasks[label] = self._bars.tasks[-1]
 
     def advance(self, label: str, step: int, total: int, values: dict[str, Any]) -> None:
         """Show the run at ``step``; ``values`` are its newest figures."""
-        self._newest[label] = (time.monotonic(), values)
-        figures = "  ".join(f"{k} {v:.4g}" for k, v in values.items() if v is not None)
-        if self._bars is not None:
-            self._bars.update(self._tasks[label], completed=step, loss=f"{figures}  {self._rate(label, step):.0f}/s")
-        elif time.monotonic() - self._said.get(label, 0) >= self.PAUSE or step == total:
-            self._said[label] = time.monotonic()
-            self.line(f"{label}: {step:,}/{total:,}  {figures}  {self._left(label, step, total)}")
+        task, now = self._tasks[label], time.monotonic()
+        rate = (step - task.fields["first"]) / max(task.elapsed or 0, 1e-9)
+        figures = "  ".join([*(f"{k} {v:.4g}" for k, v in values.items() if v is not None), f"{rate:.0f}/s"])
+        self._bars.update(task.id, completed=step, figures=figures, shown=now, values=values)
+        if self._bars.disable and (now - task.fields["printed"] >= self.PAUSE or step == total):
+            task.fields["printed"] = now
+            left = f", {(total - step) / rate:.0f} s left" if rate > 0 else ""
+            self.line(f"{label}: {step:,}/{total:,}  {figures}{left}")
 
     def move(self, label: str, step: int, total: int) -> None:
-        """Move the run on between two log lines, with the figures it had; called often, shown now and then."""
-        shown, values = self._newest[label]
-        if time.monotonic() - shown >= (self.PAUSE if self._bars is None else 0.2):
-            self.advance(label, step, total, values)
+        """Show the run at ``step`` with its last figures, unless it was shown just now. Called often."""
+        fields = self._tasks[label].fields
+        if time.monotonic() - fields["shown"] >= (self.PAUSE if self._bars.disable else 0.2):
+            self.advance(label, step, total, fields["values"])
 
     def end(self, label: str, text: str) -> None:
         """Remove the run's bar and print how it ended."""
-        if self._bars is not None and label in self._tasks:
-            self._bars.remove_task(self._tasks.pop(label))
+        if label in self._tasks:
+            self._bars.remove_task(self._tasks.pop(label).id)
         self.line(f"{label}: {text}")
-
-    def _rate(self, label: str, step: int) -> float:
-        began, first = self._began[label]
-        return (step - first) / max(time.monotonic() - began, 1e-9)
-
-    def _left(self, label: str, step: int, total: int) -> str:
-        rate = self._rate(label, step)
-        return f"{rate:.0f}/s, {(total - step) / rate:.0f} s left" if rate > 0 else ""
 
 
 class JsonReporter(Reporter):
-    """Tell the same events as JSON lines, by the names of the methods and their arguments: for another process."""
+    """Write the same events as JSON lines, by the names of the methods and their arguments: for another process."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         super().__init__(Console(quiet=True))
         self.write = write
 
     def line(self, text: str) -> None:
-        self._tell("line", text=text)
+        self._event("line", text=text)
 
     def begin(self, label: str, step: int, total: int) -> None:
         super().begin(label, step, total)
-        self._tell("begin", label=label, step=step, total=total)
+        self._event("begin", label=label, step=step, total=total)
 
     def advance(self, label: str, step: int, total: int, values: dict[str, Any]) -> None:
-        self._newest[label] = (time.monotonic(), values)
-        self._tell("advance", label=label, step=step, total=total, values=values)
+        self._tasks[label].fields |= {"shown": time.monotonic(), "values": values}
+        self._event("advance", label=label, step=step, total=total, values=values)
 
-    def end(self, label: str, text: str) -> None:
-        self.line(f"{label}: {text}")
-
-    def _tell(self, event: str, **details: Any) -> None:
+    def _event(self, event: str, **details: Any) -> None:
         self.write(json.dumps({"event": event, **details}) + "\n")

@@ -1,4 +1,4 @@
-"""Cases of each update: a function of seed and update alone, so a run resumes anywhere with nothing to restore."""
+"""Cases of each update: they depend on seed and update only, so resuming needs no saved state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..experiment import Every
 
 
 class Batches:
-    """Batches of one run; subclasses choose the cases. ``cases`` are those of one epoch."""
+    """Batches of one run; subclasses choose the cases. ``cases`` is the number of cases in an epoch."""
 
     def __init__(self, cases: int, batch_size: int, seed: int) -> None:
         if cases < 1:
@@ -123,6 +123,6 @@ def generator(*numbers: int, device: torch.device | str = "cpu") -> torch.Genera
 
 
 def mixed(*numbers: int) -> int:
-    """Mix whole numbers into one seed. A negative one is told from all others; zeros at the end change nothing."""
+    """Mix whole numbers into one seed. Negative numbers give seeds of their own; zeros at the end change nothing."""
     words = [word for number in numbers for word in ((number,) if number >= 0 else (-1 - number, 2**31))]
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)

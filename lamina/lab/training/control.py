@@ -23,11 +23,11 @@ MIXED = {"float32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 class Diverged(RunError):
-    """The loss of a run is not finite; other runs are none the worse for it."""
+    """Loss of a run is not finite. It ends that run only."""
 
 
 class Interrupted(Exception):
-    """The end that a signal asked for; every run has saved a checkpoint."""
+    """Training ended by a signal, after every run saved a checkpoint."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"{signal.Signals(number).name}: checkpoint saved, go on with --resume")
@@ -36,14 +36,14 @@ class Interrupted(Exception):
 
 @dataclass
 class Stop:
-    """The first SIGINT or SIGTERM, remembered; a second one ends the process at once."""
+    """Remember the first SIGINT or SIGTERM; a second one ends the process at once."""
 
     number: int = 0
     _before: dict[int, Any] = field(default_factory=dict)
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is not threading.main_thread():
-            return self  # Python lets no other thread listen for signals
+            return self  # Python handles signals in the main thread only
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._note)
         return self
@@ -58,7 +58,7 @@ class Stop:
 
 
 class Clock:
-    """Training time, which stands still while runs evaluate and save."""
+    """Training time, without the time that evaluations and checkpoints take."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -1,4 +1,4 @@
-"""Random numbers of an update: a function of seed and update alone, in however many parts the batch is taken."""
+"""Random numbers of an update: they depend on seed and update only, not on how the batch is cut into parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import InputError, fail
 from .batches import generator, mixed
 
-# Last numbers of a seed, so that no two purposes share one; the order of cases has none, and a 0 would not tell it.
+# Last number of a seed, one for each purpose. The order of cases has none; 0 would give the same seed as none.
 UPDATE, PART, EVALUATION, TORCH = 1, 2, 3, 4
 
 
@@ -22,7 +22,7 @@ class Draws:
     """Draw numbers for the whole batch and return those of this part of it.
 
     Parts draw the same numbers as the whole where they draw in the same shapes: pad to a length of the whole batch.
-    first, cases: the part's cases; of: those of the whole batch.
+    first, cases: position and number of the part's cases; of: number of cases in the whole batch.
     """
 
     source: torch.Generator | None
@@ -65,7 +65,7 @@ def undeclared() -> InputError:
 
 @contextmanager
 def declared() -> Iterator[None]:
-    """Refuse that the updates within draw from torch's own generators, as dropout does."""
+    """Raise if the updates inside draw from torch's own generators, as dropout does."""
     started: Callable[[], bool] = torch.cuda.is_initialized
     states = [torch.default_generator.get_state, *([torch.cuda.get_rng_state] if started() else [])]
     before = [state() for state in states]

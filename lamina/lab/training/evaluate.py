@@ -1,4 +1,4 @@
-"""Evaluations that take too long for training: on a run's best checkpoint, resumable, with progress."""
+"""Long evaluations of a run's best checkpoint: outside training, resumable, with progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESULT = "evaluated.json"
 
 
 def evaluate(path: Path, settings: Settings, say: Reporter) -> dict[str, Any]:
-    """Measure what the experiment measures on checkpoints; return metrics by name, and the update they are of."""
+    """Run the experiment's evaluations of checkpoints; return metrics by name, and the checkpoint's update."""
     header = status(path)["header"]
     if header is None or header.get("schema") != SCHEMA:
         received = f"{path}, {'another' if header else 'none'}"
@@ -57,14 +57,14 @@ def _evaluate(
     model = experiment.build(config, data).to(device)
     model.load_state_dict(checkpoint.weights)
     model.eval()
-    found: dict[str, Any] = {"update": checkpoint.step}
+    metrics: dict[str, Any] = {"update": checkpoint.step}
     for evaluation in wanted:
         progress = _Parts(folder, checkpoint, evaluation.name, say, seed, device)
         with torch.no_grad():
             measured = evaluation.run(model, data, config, progress.draws, progress)
-        found |= {name: float(value) for name, value in measured.items()}
-    folder.write_json(RESULT, found)
-    return found
+        metrics |= {name: float(value) for name, value in measured.items()}
+    folder.write_json(RESULT, metrics)
+    return metrics
 
 
 def _check_same_data(trained: dict[str, Any], here: dict[str, Any]) -> None:
@@ -74,9 +74,9 @@ def _check_same_data(trained: dict[str, Any], here: dict[str, Any]) -> None:
 
 
 class _Parts:
-    """Parts of an evaluation, each told on the screen and kept in the run's folder.
+    """Parts of an evaluation, each reported on the screen and stored in the run's folder.
 
-    A part draws from a seed of its own, so it draws the same whether the parts before it are kept or computed.
+    Each part has its own seed, so it draws the same numbers whether earlier parts were stored or computed.
     """
 
     def __init__(
@@ -92,6 +92,6 @@ class _Parts:
         return value
 
     def _compute(self, part: str, compute: Callable[[], Any]) -> Any:
-        own = self.draws_of(f"{self.name}: {part}")
-        self.draws.once().manual_seed(own.once().initial_seed())
+        part_draws = self.draws_of(f"{self.name}: {part}")
+        self.draws.once().manual_seed(part_draws.once().initial_seed())
         return compute()

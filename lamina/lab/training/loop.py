@@ -1,4 +1,4 @@
-"""The only training loop: any experiment, one process or many, one run or several side by side, never lost."""
+"""Training loop of every experiment: one or several processes, one or several runs side by side, resumable."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .run import Run
 
 __all__ = ["Diverged", "Interrupted", "Run", "Settings", "train"]
 
-TOGETHER = 6  # runs side by side on one GPU, unless told otherwise
+TOGETHER = 6  # default number of runs side by side on one GPU
 
 
 def train(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
-    """Train every job, some side by side where that is faster; finished ones are passed over when resuming."""
+    """Train every job, several at a time on a GPU; skip finished ones when resuming."""
     waiting = list(jobs)
-    failures: list[str] = []  # a run that fails ends alone; the others go on, and all is told at the end
+    failures: list[str] = []  # a failure ends one run; all failures are raised at the end
     accelerator: Accelerator | None = None
     with Stop() as stop:
         while waiting:
@@ -43,8 +43,8 @@ def train(jobs: Sequence[Job], settings: Settings, say: Reporter) -> None:
                     run.side_by_side = len(active)
                 failures += _together(active, accelerator, stop)
     if accelerator is not None and accelerator.num_processes > 1:
-        # Part together, so that no process waits for one that has left. By a sum: accelerate's own way to wait asks for
-        # a GPU of the process's number, on the CPU too.
+        # Leave together, so that no process waits for one that has ended. A sum, because accelerate's own barrier asks
+        # for a GPU of the process's number, on the CPU too.
         accelerator.reduce(torch.zeros(1, device=accelerator.device), "sum")
         accelerator.end_training()
     if failures:
@@ -56,7 +56,7 @@ def _loaded(job: Job, settings: Settings) -> Any:
 
 
 def _together(runs: list[Run], accelerator: Accelerator, stop: Stop) -> list[str]:
-    """Carry out a few updates of each run in turn, which overlap on a GPU; return what ended runs early."""
+    """Launch a few updates of each run in turn, which overlap on a GPU; return the errors that ended runs early."""
     clock = Clock()
     failures: list[str] = []
     for run in runs:
@@ -87,20 +87,20 @@ def _save_unless_diverged(run: Run, seconds: float) -> None:
     try:
         run._checked_loss()
     except Diverged as error:
-        run.say.line(str(error))  # its earlier checkpoints are better, and the runs beside it are to be saved too
+        run.say.line(str(error))  # keep its earlier checkpoints; the other runs are still to be saved
     else:
         run.save(seconds)
 
 
 def _event(run: Run, clock: Clock) -> str:
-    """Do what is due between two stretches of updates; return the reason when the run cannot go on."""
-    run.steps.wait()  # on the clock: this is training
+    """Log, evaluate and save between updates; return the error if it ends the run."""
+    run.steps.wait()  # before the clock stops: this is training time
     with clock.stopped():
         try:
             run.handle(clock.seconds)
         except RunError as error:
             if run.accelerator.num_processes > 1 and not isinstance(error, Diverged):
-                raise  # a full disk is the first process's alone to see: the others would wait for it for ever
+                raise  # only the first process sees a full disk: the others would wait for ever
             run.say.end(run.label, f"stopped: {error}")
             return str(error)
         run.until = run.next_event()
@@ -110,7 +110,7 @@ def _event(run: Run, clock: Clock) -> str:
 
 
 def _asked_to_stop(stop: Stop, accelerator: Accelerator, runs: Sequence[Run]) -> bool:
-    """Return whether a signal came; several processes agree on the update at which they look."""
+    """Return whether a signal came. Several processes look at the same update, so that all see it."""
     if accelerator.num_processes == 1:
         return bool(stop.number) and bool(runs)
     if not runs or runs[0].step != runs[0].logged:

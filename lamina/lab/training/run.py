@@ -1,4 +1,4 @@
-"""One run: its model, optimiser and folder, and how far it is."""
+"""One run: model, optimiser, folder and progress."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEMA = 2  # of the header in a run's folder
 
 
 def at_once(part: str, compute: Callable[[], Any]) -> Any:
-    """Measure a part of an evaluation and keep nothing: training stands still meanwhile."""
+    """Compute a part of an evaluation without storing it, as evaluations during training do."""
     return compute()
 
 
@@ -58,13 +58,13 @@ class Run:
 
     def prepare(self, stack: ExitStack) -> bool:
         """Open the folder, build the model, go back to the last checkpoint; False when the run is finished."""
-        found = self._opened(stack)
-        if isinstance(found, dict):
+        opened = self._opened(stack)
+        if isinstance(opened, dict):
             self.say.end(self.label, "already finished")
             return False
         self._build()
-        if found is not None:
-            self._resume(found)
+        if opened is not None:
+            self._resume(opened)
         self._choose_engine()
         if self.step == self.total_steps:  # killed after the last checkpoint, before the summary
             self._finish(0.0)
@@ -73,17 +73,17 @@ class Run:
         return True
 
     def _opened(self, stack: ExitStack) -> Checkpoint | dict[str, Any] | None:
-        """Open the folder in the main process alone; the others hear what it found, errors included."""
-        told: list[Any] = [None]
+        """Open the folder in the main process only; broadcast the checkpoint, the summary or the error."""
+        outcome: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
-                told = [self._open(stack)]
+                outcome = [self._open(stack)]
             except Exception as error:
-                told = [error]
-        broadcast_object_list(told)
-        if isinstance(told[0], Exception):
-            raise told[0]
-        return told[0]  # type: ignore[no-any-return]
+                outcome = [error]
+        broadcast_object_list(outcome)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]  # type: ignore[no-any-return]
 
     def _open(self, stack: ExitStack) -> Checkpoint | dict[str, Any] | None:
         home = self.job.home(self.settings.runs, f"{self.described['name']}-{self.described['kind']}")
@@ -102,9 +102,9 @@ class Run:
         summary = self.folder.read_json("summary.json")
         if summary is not None:
             return dict(summary)
-        found = self.folder.load()
+        checkpoint = self.folder.load()
         self._pass_on_notes()
-        return found
+        return checkpoint
 
     def _pass_on_notes(self) -> None:
         while self.folder is not None and self.folder.notes:
@@ -144,7 +144,7 @@ class Run:
         )
 
     def _warn(self) -> None:
-        """Say where the device does not do what was asked for."""
+        """Warn if the device does not support the requested precision."""
         if self.config.precision == "tf32" and self.accelerator.device.type == "cpu":
             self.say.line(f"{self.label}: a CPU has no tf32 and computes in float32")
 
@@ -164,7 +164,7 @@ class Run:
     def save(self, seconds: float, best: float | None = None) -> None:
         """Save everything that the next update depends on; ``best`` marks the checkpoint as the best so far.
 
-        Cases and random numbers follow from seed and update, so no generator is saved.
+        Cases and random numbers depend on seed and update only, so no generator is saved.
         """
         total = self._mean_total()
         if self.folder is None:
@@ -210,7 +210,7 @@ class Run:
         return self.step in near
 
     def handle(self, seconds: float) -> None:
-        """Log, evaluate, save: whatever is due at this update."""
+        """Log, evaluate and save what is due at this update."""
         self.steps.wait()
         loss = self._checked_loss()
         end = self.step == self.total_steps
@@ -228,7 +228,7 @@ class Run:
         return self.accelerator.reduce(self.total, "mean") if several else self.total
 
     def _checked_loss(self) -> float:
-        """Return the mean loss since the last log line; a run that has diverged ends here."""
+        """Return the mean loss since the last log line; raise if it is not finite."""
         loss: float = (self._mean_total() / max(self.step - self.logged, 1)).item()
         if not math.isfinite(loss):
             raise Diverged(
@@ -244,7 +244,7 @@ class Run:
         self.logged = self.step
 
     def _evaluate(self, seconds: float) -> bool:
-        """Measure what is due; return whether the headline is the best so far and such checkpoints are kept."""
+        """Run the evaluations that are due; return whether to save this checkpoint as the best so far."""
         metrics: dict[str, float] = {}
         for evaluation in self.evaluations:
             if self._is_due(self._interval(evaluation)):
@@ -261,15 +261,15 @@ class Run:
         return self.settings.keep_best
 
     def _measured(self, evaluation: Evaluation) -> dict[str, float]:
-        """Return metrics by name. All processes take the first one's, or some would save where others do not."""
+        """Return metrics by name. All processes use those of the first, so that all save at the same updates."""
         model = self.plain_model
         model.eval()
         draws = self._draws(evaluation.name)
         with torch.no_grad():
-            found = evaluation.run(model, self.data, self.config, draws, at_once)
+            measured = evaluation.run(model, self.data, self.config, draws, at_once)
         model.train()
-        told: list[dict[str, float]] = [{name: float(value) for name, value in found.items()}]
-        return broadcast_object_list(told)[0]  # type: ignore[no-any-return]
+        metrics: list[dict[str, float]] = [{name: float(value) for name, value in measured.items()}]
+        return broadcast_object_list(metrics)[0]  # type: ignore[no-any-return]
 
     def _draws(self, purpose: str) -> Draws:
         return draws_of_evaluation(self.job.seed, self.step, purpose, self.accelerator.device)

@@ -1,4 +1,4 @@
-"""One update: step by step from the host, or captured once as a CUDA graph and replayed."""
+"""One update: launched by the host, or captured once as a CUDA graph and replayed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENGINES = ("auto", "eager", "graph")
 
 
 def choose(name: str, accelerator: Accelerator, config: Config, sheet: Sheet) -> tuple[str, str]:
-    """Return the engine and the reason; one that was asked for and cannot serve raises."""
+    """Return the engine and the reason; raise if the requested engine cannot be used."""
     one_of("--engine", name, ENGINES)
     obstacle = _obstacle(accelerator, config, sheet)
     if name == "graph" and obstacle:
@@ -49,7 +49,7 @@ def _obstacle(accelerator: Accelerator, config: Config, sheet: Sheet) -> str:
 class Update:
     """One optimiser update, the same code for every engine. Losses are summed up on the device in ``total``.
 
-    The batch is cut into as many parts as all processes take together; each process takes its own, one by one.
+    The batch is cut into ``accumulate`` parts for each process, which takes them one by one.
     """
 
     experiment: Experiment
@@ -66,29 +66,29 @@ class Update:
         """Train on this process's parts of the cases of ``index``."""
         parts, count = self._own_parts(index)
         self.optimizer.zero_grad(set_to_none=True)
-        found = []
+        losses = []
         for number, (first, part) in enumerate(parts):
             draws = self._draws(step, first, len(part), len(index))
-            found.append(self._backward(part, draws, len(index) / count, len(parts), number))
-        self._reduce(found, len(index), count)
+            losses.append(self._backward(part, draws, len(index) / count, len(parts), number))
+        self._reduce(losses, len(index), count)
         if self.config.clip > 0:
-            self.accelerator.unscale_gradients(self.optimizer)  # its own, not every run's
+            self.accelerator.unscale_gradients(self.optimizer)  # of this run only
             clip_gradients(list(self.model.parameters()), self.config.clip, self.config.clip_by)
         self.optimizer.step()
 
     def _own_parts(self, index: Tensor) -> tuple[list[tuple[int, Tensor]], int]:
-        """Return this process's parts of a batch, each with the place of its first case, and the number of all parts.
+        """Return this process's parts of a batch, each with its first case's position, and the number of all parts.
 
-        A small batch, as the last of an epoch may be, is cut into fewer parts.
+        A small batch, such as the last of an epoch, is cut into fewer parts.
         """
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        own = min(self.config.accumulate, len(index) // world)
-        if own == 0:
+        parts_here = min(self.config.accumulate, len(index) // world)
+        if parts_here == 0:
             received = f"a batch of {len(index)} cases on {world} processes"
             raise fail("every process has a case of each batch", received, "Use fewer, or batches with drop_last.")
-        parts = index.tensor_split(own * world)
+        parts = index.tensor_split(parts_here * world)
         first = [sum(map(len, parts[:number])) for number in range(len(parts))]
-        return list(zip(first, parts))[rank * own : (rank + 1) * own], len(parts)
+        return list(zip(first, parts))[rank * parts_here : (rank + 1) * parts_here], len(parts)
 
     def _draws(self, step: int, first: int, cases: int, of: int) -> Draws:
         if not self.sampled:
@@ -98,8 +98,8 @@ class Update:
     def _backward(self, index: Tensor, draws: Draws, cases: float, parts: int, number: int) -> Loss:
         """Add one part's gradients; return its share of the mean over the batch's cases, and its weight.
 
-        cases: those of a part, on average. A batch in one part is divided by its weight at once. Only the last part
-        exchanges gradients between processes.
+        cases: average number of cases in a part. The loss of an undivided batch is divided by its weight at once. Only
+        the last part exchanges gradients between processes.
         """
         batch = tree_map_only(Tensor, self._here, self.experiment.batch(self.data, index))
         last = number == parts - 1
@@ -115,7 +115,7 @@ class Update:
         return tensor.to(self.accelerator.device, non_blocking=True)
 
     def _reduce(self, found: list[Loss], cases: int, count: int) -> None:
-        """Make the mean over cases of all ``count`` parts one over weights, in gradients and in ``total``."""
+        """Turn means over the cases of all ``count`` parts into means over weights, in gradients and ``total``."""
         share: Tensor | float = 1.0 if count == 1 else cases / self._whole(sum(loss.weight for loss in found))
         if isinstance(share, Tensor) or share != 1:
             for parameter in self.model.parameters():
@@ -128,8 +128,8 @@ class Update:
         """Return the weight of the whole batch from that of this process's cases."""
         if self.accelerator.num_processes == 1:
             return weight
-        own = torch.as_tensor(weight, dtype=torch.float64, device=self.accelerator.device)
-        return self.accelerator.reduce(own, "sum")  # type: ignore[no-any-return]
+        local_weight = torch.as_tensor(weight, dtype=torch.float64, device=self.accelerator.device)
+        return self.accelerator.reduce(local_weight, "sum")  # type: ignore[no-any-return]
 
 
 class Eager:
@@ -149,23 +149,23 @@ class Eager:
         for number in range(step, step + count):
             with self.watched:
                 self.update(self.batches.at(number), number)
-            self.watched = nullcontext()  # one update tells
+            self.watched = nullcontext()  # checking one update is enough
 
     def wait(self) -> None:
-        """Return when all that was launched is done."""
+        """Wait until all launched updates are done."""
         if self.update.total.is_cuda:
             torch.cuda.synchronize(self.update.total.device)
 
 
 class Captured:
-    """The update as a CUDA graph on a stream of its own: several runs can share one GPU.
+    """Update as a CUDA graph on its own stream, so that several runs can share one GPU.
 
-    The graph reads its cases from ``rows`` at a cursor that it moves on itself, so a replay needs nothing from the
+    The graph reads its cases from ``rows`` at a cursor that it advances itself, so a replay needs no input from the
     host.
     """
 
     # Replays of one run before the next run's turn. Twelve convnets side by side took 4.09, 4.12, 4.18 and 4.23 s an
-    # epoch with 4, 8, 16 and 64 (H200): it hardly matters; few keep the answer to a signal quick.
+    # epoch with 4, 8, 16 and 64 (H200): it hardly matters. A small number reacts to signals sooner.
     burst = 8
     WARM_UP = 3
 
@@ -198,23 +198,23 @@ class Captured:
         self.update(index)
 
     def _capture(self) -> None:
-        """Warm up on copies of all state, so that the warm-up trains nothing, then record one update."""
-        kept = self._snapshot()
+        """Warm up, restore all state, so that the warm-up trains nothing, then capture one update."""
+        state = self._snapshot()
         torch.cuda.synchronize()
         with declared(), torch.cuda.stream(self.stream):
             for _ in range(self.WARM_UP):
                 self.cursor.zero_()
                 self._one()
         torch.cuda.synchronize()
-        self._restore(kept)
+        self._restore(state)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
             self._one()
 
     def _tensors(self) -> list[Tensor]:
         state = self.update.optimizer.state
-        held = [t for entry in state.values() for t in entry.values() if isinstance(t, Tensor)]
-        return [*self.update.model.parameters(), *self.update.model.buffers(), *held, self.update.total, self.cursor]
+        moments = [t for entry in state.values() for t in entry.values() if isinstance(t, Tensor)]
+        return [*self.update.model.parameters(), *self.update.model.buffers(), *moments, self.update.total, self.cursor]
 
     def _snapshot(self) -> dict[int, Tensor]:
         return {id(t): t.detach().clone() for t in self._tensors()}
@@ -234,5 +234,5 @@ class Captured:
                 self.graph.replay()
 
     def wait(self) -> None:
-        """Return when the stream is empty."""
+        """Wait until the stream is empty."""
         self.stream.synchronize()

@@ -73,9 +73,9 @@ def inspect(model: nn.Module, data: Images, config: ConvnetConfig) -> dict[str, 
     """Return, by distance to the border, each convolution's share of units on, and mean and variance of its sums."""
     test = data.splits["test"]
     images, _ = picked(test, torch.arange(min(INSPECTED, len(test[0]))))
-    found: dict[str, list[float]] = {}
+    statistics: dict[str, list[float]] = {}
     hooks = [
-        layer.register_forward_hook(lambda layer, args, _, name=name: found.update(_border(name, layer, args[0])))
+        layer.register_forward_hook(lambda layer, args, _, name=name: statistics.update(_border(name, layer, args[0])))
         for name, layer in model.named_modules()
         if isinstance(layer, Conv2d)
     ]
@@ -84,11 +84,11 @@ def inspect(model: nn.Module, data: Images, config: ConvnetConfig) -> dict[str, 
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return statistics
 
 
 def _border(name: str, layer: Conv2d, x: Tensor) -> dict[str, list[float]]:
-    """Statistics of one layer for the input ``x``; mean and variance in units of the whole layer's."""
+    """Return statistics of one layer for the input ``x``; mean and variance relative to the whole layer's."""
     summed = layer._conv_forward(x, *layer._operands()).float()
     on = (layer._normalise(summed) > 0).float()
     rings = _distance(*summed.shape[-2:]).to(summed.device)
@@ -103,6 +103,6 @@ def _border(name: str, layer: Conv2d, x: Tensor) -> dict[str, list[float]]:
 
 
 def _distance(height: int, width: int) -> Tensor:
-    """Rows or columns between each position and the nearest border."""
+    """Return the number of rows or columns between each position and the nearest border."""
     rows, columns = (torch.minimum(torch.arange(n), n - 1 - torch.arange(n)) for n in (height, width))
     return torch.minimum(rows.unsqueeze(1), columns.unsqueeze(0))
