@@ -132,7 +132,7 @@ EXPLORATIONS = {
         _step_sizes({("layer", 128): 1e-4, ("layer", 4): 1e-5}),
         epochs=10.0,
     ),
-    "fewer_units": _exploration("250 units in place of 1,000", hidden=250),
+    "fewer_units": _exploration("10 epochs, 250 units in place of 1,000", hidden=250, epochs=10.0),
 }
 
 SHEET = Sheet(
