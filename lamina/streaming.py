@@ -89,7 +89,7 @@ class Stream:
 
     def _build_steps(self, x: Tensor) -> list[Any]:
         """Build the step of each layer, which reads from the output buffer of the layer below."""
-        from .kernels.cpu_stream import Step
+        from .kernels.cpu.stream import Step
 
         steps: list[Any] = []
         for suffix in self.layer._suffixes():

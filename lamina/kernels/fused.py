@@ -22,7 +22,8 @@ from torch import Tensor
 from .. import notices, reference
 from ..checks import batched, watched
 from ..reference import CellWeights, Recurrence, SequenceResult
-from . import CPU_DTYPES, NO_NUMBA, cpu, interpreted, missing_numba, missing_triton, passes, recompute, replay, walk
+from . import CPU_DTYPES, NO_NUMBA, interpreted, missing_numba, missing_triton, passes, recompute, replay, walk
+from .cpu import layer as cpu
 from .forms import Setting, form_of, kept_dtype, setting_of, statistics_shape
 from .given import COUNT, EXTRAS, NAMES, STEP, Tensors, extras_of, tensors_of, there, zero_unless
 from .precision import formed, formed_at_once

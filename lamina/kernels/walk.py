@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpu, launch
+from . import launch
+from .cpu import layer as cpu
 from .forms import Extras, Form, Setting, form_of
 from .given import NAMES, STEP, Tensors, there
 from .launch import Small

@@ -11,7 +11,7 @@ from lamina.lab.reports import staleness
 from lamina.lab.runs import environment
 
 PACKAGE = environment.PACKAGE
-FILES = ("__init__.py", "functional.py", "kernels/sequence.py", "kernels/cpu_rows.py", "lab/training/loop.py")
+FILES = ("__init__.py", "functional.py", "kernels/sequence.py", "kernels/cpu/rows.py", "lab/training/loop.py")
 GPU, CPU = {"kind": "bench", "name": "sequence"}, {"kind": "bench", "name": "cpu"}
 RUNS = {"kind": "experiment", "experiment": "mnist"}
 
@@ -52,7 +52,7 @@ def marks(commit, *kinds):
     [
         ("functional.py", (True, True, False)),
         ("kernels/sequence.py", (True, False, False)),
-        ("kernels/cpu_rows.py", (False, True, False)),
+        ("kernels/cpu/rows.py", (False, True, False)),
         ("lab/training/loop.py", (False, False, True)),
         ("__init__.py", (False, False, False)),
     ],

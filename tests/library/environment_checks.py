@@ -24,9 +24,7 @@ GPU_KERNELS = {
     "cell_kernels", "exchange", "formulas", "gates", "layer_norm", "product", "rows", "sequence", "sides",
     "step_kernels", "steps", "wavefront",
 }  # fmt: skip
-CPU_KERNELS = {
-    "cpu_backward", "cpu_call", "cpu_forward", "cpu_matrix", "cpu_parts", "cpu_rows", "cpu_sequence", "cpu_vectors",
-}  # fmt: skip
+CPU_KERNELS = {"backward", "call_parts", "entries", "forward", "jit", "matmul", "rows", "simd"}
 LENGTHS = torch.tensor([6, 3, 5])
 RESETS = torch.zeros(6, 3, dtype=torch.bool)
 RESETS[2, 0] = RESETS[3, 2] = True

@@ -16,7 +16,8 @@ import torch
 import lamina
 from lamina import functional, kernels, notices
 from lamina.errors import SlowPathWarning
-from lamina.kernels import Request, cpu_code
+from lamina.kernels import Request
+from lamina.kernels.cpu import code_cache
 
 ROOT = Path(__file__).parents[2]
 X = torch.randn(4, 2, 3)
@@ -95,13 +96,13 @@ def test_without_triton_a_gpu_warns_where_its_kernels_would_serve(monkeypatch):
 
 @pytest.mark.skipif(not kernels.HAS_NUMBA, reason="needs numba")
 def test_a_cache_that_cannot_be_written_is_told_once(monkeypatch, tmp_path):
-    code = cpu_code._read("forward_float32") or cpu_code._compiled("forward_float32")
+    code = code_cache._read("forward_float32") or code_cache._compiled("forward_float32")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LAMINA_CACHE", str(tmp_path / "file" / "below"))
-    monkeypatch.setattr(cpu_code, "_compiled", lambda name: code)
+    monkeypatch.setattr(code_cache, "_compiled", lambda name: code)
     with pytest.warns(SlowPathWarning, match=r"(?s)file.*LAMINA_CACHE"):
-        assert cpu_code.address.__wrapped__("forward_float32")
-    assert cpu_code.address.__wrapped__("packs_float32")
+        assert code_cache.address.__wrapped__("forward_float32")
+    assert code_cache.address.__wrapped__("packs_float32")
 
 
 def test_a_cache_without_a_home_is_told(monkeypatch):
@@ -111,17 +112,17 @@ def test_a_cache_without_a_home_is_told(monkeypatch):
     monkeypatch.delenv("LAMINA_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", nobody)
-    assert cpu_code._read("forward_float32") is None
+    assert code_cache._read("forward_float32") is None
     with pytest.warns(SlowPathWarning, match="home directory"):
-        cpu_code._keep("forward_float32", cpu_code.Code("", (), b""))
+        code_cache._keep("forward_float32", code_cache.Code("", (), b""))
 
 
 def test_a_filled_cache_may_be_read_only(monkeypatch, tmp_path):
     monkeypatch.setenv("LAMINA_CACHE", str(tmp_path))
-    code = cpu_code.Code("entry", ["needs"], b"code")
-    cpu_code._keep("name", code)
-    monkeypatch.setattr(cpu_code, "_write", lambda *given: pytest.fail("nothing is written"))
-    assert cpu_code._read("name") == code
+    code = code_cache.Code("entry", ["needs"], b"code")
+    code_cache._keep("name", code)
+    monkeypatch.setattr(code_cache, "_write", lambda *given: pytest.fail("nothing is written"))
+    assert code_cache._read("name") == code
 
 
 def test_long_compiling_is_told_in_one_line(monkeypatch, caplog):

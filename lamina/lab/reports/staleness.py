@@ -28,10 +28,10 @@ _TRAINING = (  # without lab/data: a record holds the SHA-256 of its data
     *("layers.py", "baselines.py", "population_statistics.py"),
 )
 _NO_NUMBERS = ":!lab/training/control.py"  # signals and the clock
-GPU = Code("the GPU kernels or the layers that call them", (*_RECURRENT, "layers.py", "kernels", ":!kernels/cpu*.py"))
+GPU = Code("the GPU kernels or the layers that call them", (*_RECURRENT, "layers.py", "kernels", ":!kernels/cpu"))
 CPU = Code(
     "the CPU kernels or the layers that call them",
-    (*_RECURRENT, "streaming.py", "kernels/__init__.py", "kernels/fused.py", "kernels/given.py", "kernels/cpu*.py"),
+    (*_RECURRENT, "streaming.py", "kernels/__init__.py", "kernels/fused.py", "kernels/given.py", "kernels/cpu"),
 )
 TRAINING = Code("the training code or the layers that it trains", (*_TRAINING, _NO_NUMBERS))
 RUNS = Code("the training code or what saves its runs", (*_TRAINING, "lab/runs", ":!lab/runs/environment.py"))

@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lamina
 from lamina import functional, reference
-from lamina.kernels import cpu, cpu_target, cpu_team, fused
+from lamina.kernels import fused
+from lamina.kernels.cpu import layer as cpu
+from lamina.kernels.cpu import machine, team
 from tests.cases import CELLS, EVERY, assert_same, cast, everything, leaves, random_call
 from tests.kernels.gpu.test_sequence import assert_as_good, problem
 
@@ -92,7 +94,7 @@ def test_ugly_sizes(row, size):
 
 @pytest.mark.parametrize("row", FEW, ids=str)
 def test_one_row_whose_columns_threads_share(row, monkeypatch):
-    monkeypatch.setattr("lamina.kernels.cpu.SHARE", 1)
+    monkeypatch.setattr("lamina.kernels.cpu.layer.SHARE", 1)
     torch.set_num_threads(2)
     assert_equals_reference(problem(row, (5, 1, 3, 33), CPU))
 
@@ -251,18 +253,19 @@ def test_code_is_kept_and_whatever_is_not_whole_is_made_anew(tmp_path):
 
 
 def test_another_cpu_or_source_has_another_folder(monkeypatch):
-    cpu_target.digest.cache_clear()
-    before = cpu_target.digest()
+    machine.digest.cache_clear()
+    before = machine.digest()
     found = {before}
-    for name, value in (("features", lambda: ("znver9", "+avx2")), ("SOURCES", cpu_target.SOURCES[1:])):
+    for name, value in (("features", lambda: ("znver9", "+avx2")), ("SOURCES", machine.SOURCES[1:])):
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_target, name, value)
-            cpu_target.digest.cache_clear()
-            found.add(cpu_target.digest())
-    cpu_target.digest.cache_clear()
+            patch.setattr(machine, name, value)
+            machine.digest.cache_clear()
+            found.add(machine.digest())
+    machine.digest.cache_clear()
     assert len(found) == 3
-    every = {place.name for place in Path(cpu_target.__file__).parent.glob("cpu_*.py")}
-    assert every - set(cpu_target.SOURCES) == {"cpu_code.py", "cpu_stream.py", "cpu_team.py"}  # not compiled
+    every = {place.name for place in Path(machine.__file__).parent.glob("*.py")}
+    not_compiled = {"__init__.py", "layer.py", "code_cache.py", "stream.py", "team.py"}
+    assert every - set(machine.SOURCES) == not_compiled
 
 
 def test_nothing_is_imported_before_it_is_used():
@@ -308,9 +311,9 @@ layer, x = lamina.LSTM(3, 7), torch.randn(5, 4, 3)
 want = layer(x)[0].detach()
 child = os.fork()
 if child == 0:
-    from lamina.kernels import cpu_team
+    from lamina.kernels.cpu import team
     torch.set_num_threads(1)
-    os._exit(not (torch.allclose(layer(x)[0], want, atol=1e-6) and cpu_team.threads() == 1))
+    os._exit(not (torch.allclose(layer(x)[0], want, atol=1e-6) and team.threads() == 1))
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, timeout=120).returncode == 0
@@ -321,14 +324,14 @@ def test_other_instruction_sets(tmp_path):
     """AVX2 only: the same numbers, from code of its own."""
     code = """
 import torch, lamina
-from lamina.kernels import cpu_target
+from lamina.kernels.cpu import machine
 torch.manual_seed(0)
 layer, other = lamina.LSTM(9, 37), lamina.LSTM(9, 37, backend="reference")
 other.load_state_dict(layer.state_dict())
 x = torch.randn(7, 13, 9)
 (a,), (b,) = (torch.autograd.grad(m(x)[0].sum(), [m.weight_hh_l0]) for m in (layer, other))
 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-print(lamina.explain(layer, x).backend, cpu_target.vector_bytes())
+print(lamina.explain(layer, x).backend, machine.vector_bytes())
 """
     features = "+avx,+avx2,+fma,+sse4.2"
     place = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features, "LAMINA_CACHE": str(tmp_path)}
@@ -346,9 +349,9 @@ def test_functional_takes_it_by_name():
 
 
 def test_one_thread_where_torchs_library_is_not_found(monkeypatch):
-    monkeypatch.setattr(cpu_team, "library", lambda: None)
+    monkeypatch.setattr(team, "library", lambda: None)
     torch.set_num_threads(2)
-    assert cpu_team.threads() == 1
+    assert team.threads() == 1
 
 
 # Others who look on.
@@ -466,8 +469,8 @@ def test_a_stream_gives_the_sequences_bits(cell, batch, layers, inputs, hidden):
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_sequence_gives_the_same_bits_cut_anywhere_on_any_threads(cell, batch, dtype, monkeypatch):
-    monkeypatch.setattr("lamina.kernels.cpu.SHARE", 1)  # of one row too
-    monkeypatch.setattr("lamina.kernels.cpu.WORTH", 1)
+    monkeypatch.setattr("lamina.kernels.cpu.layer.SHARE", 1)  # of one row too
+    monkeypatch.setattr("lamina.kernels.cpu.layer.WORTH", 1)
     layer, x = getattr(lamina, cell)(19, 37, dtype=dtype), torch.randn(200, batch, 19, dtype=dtype)
     torch.set_num_threads(1)
     want, state = layer(x)
@@ -485,7 +488,7 @@ def test_a_sequence_gives_the_same_bits_cut_anywhere_on_any_threads(cell, batch,
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 13, 127, 300])
 def test_products(rows, turned, threads, monkeypatch):
     """Of few columns and many, shared by columns and by rows, against torch's in float64."""
-    monkeypatch.setattr("lamina.kernels.cpu.WORTH", 1)
+    monkeypatch.setattr("lamina.kernels.cpu.layer.WORTH", 1)
     torch.set_num_threads(threads)
     for depth, columns in ((1, 1), (3, 31), (17, 33), (40, 257), (530, 70), (64, 128)):
         left = torch.randn(rows, depth, dtype=torch.float64)

@@ -16,8 +16,8 @@ from pathlib import Path
 VECTORS = 2  # of a panel of a packed matrix
 STRETCH = 128  # rows of a product that many rows are cut into: they stay in the second cache
 SOURCES = (
-    "cpu_target.py", "cpu_parts.py", "cpu_matrix.py", "cpu_vectors.py", "cpu_rows.py", "cpu_fields.py", "cpu_call.py",
-    "cpu_forward.py", "cpu_backward.py", "cpu_sequence.py",
+    "machine.py", "jit.py", "matmul.py", "simd.py", "rows.py", "call_record.py", "call_parts.py",
+    "forward.py", "backward.py", "entries.py",
 )  # fmt: skip
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import cpu_rows as rows
-from .cpu_call import DREAMER, GRU, LSTM, NOTES, NOWHERE, ON_SUM, call_at, is_over, norms, old_c, old_h, share_of
-from .cpu_matrix import apart, bytes_of, numbers, product, row_times
-from .cpu_parts import meet, part
-from .cpu_rows import moments, slopes
+from . import rows
+from .call_parts import DREAMER, GRU, LSTM, NOTES, NOWHERE, ON_SUM, is_over, norms, old_c, old_h, share_of
+from .jit import apart, bytes_of, call_at, meet, numbers, part
+from .matmul import product, row_times
+from .rows import moments, slopes
 
 BLOCK = 64  # rows of one float32 sum: a single sum over two million rows is off by 7e-4 of its value
 

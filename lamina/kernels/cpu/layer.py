@@ -1,4 +1,4 @@
-"""Recurrences on a CPU: products of all steps by torch, everything else by ``cpu_sequence``'s kernels.
+"""Recurrences on a CPU: products of all steps by torch, everything else by ``entries``'s kernels.
 
 ``forward`` and ``backward`` are what ``fused`` wraps with gradients; their tensors travel in the order of its NAMES.
 """
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpu_team
-from .cpu_fields import PLACES
-from .cpu_target import STRETCH, panel_width
-from .forms import CELLS, SITES, Setting, form_of
-from .given import NAMES, STEP, Given
-from .given import there as _there
+from ..forms import CELLS, SITES, Setting, form_of
+from ..given import NAMES, STEP, Given
+from ..given import there as _there
+from . import team
+from .call_record import PLACES
+from .machine import STRETCH, panel_width
 
 CHUNK = 512  # rows whose W_x x, or gradients, are there at once: what is not kept stays in the caches
 KINDS = {torch.float32: "float32", torch.float64: "float64"}
@@ -55,7 +55,7 @@ class Job:
 
     def run(self, name: str, threads: int) -> None:
         self.set(threads=threads)
-        cpu_team.run(f"{name}_{KINDS[self.dtype]}", ctypes.addressof(self.numbers), threads)
+        team.run(f"{name}_{KINDS[self.dtype]}", ctypes.addressof(self.numbers), threads)
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype)
@@ -89,7 +89,7 @@ def packed(weight: Tensor, turned: bool) -> Tensor:
     job = Job(weight.dtype)
     out = job.empty(-(-columns // panel), depth, panel)
     job.set(weight=weight, depth=depth, columns=columns, turned=turned, packed=out)
-    job.run("packs", cpu_team.threads())
+    job.run("packs", team.threads())
     return out
 
 
@@ -101,7 +101,7 @@ def multiply(left: Tensor, weight: Tensor, turned: bool, out: Tensor) -> None:
         return
     panel, job = panel_width(left.element_size()), Job(left.dtype)
     panels, size = -(-columns // panel), (STRETCH + 2 * depth) * panel
-    count = max(1, min(cpu_team.threads(), rows * weight.numel() // WORTH))
+    count = max(1, min(team.threads(), rows * weight.numel() // WORTH))
     by_columns = panels >= 4 * count or rows < FEW * count
     count = min(count, panels if by_columns else rows)
     job.set(
@@ -126,7 +126,7 @@ class Call(Job):
         (self.steps, self.batch), (self.width, self.hidden) = x.shape[:2], weight.shape
         parts = weight.numel() // SHARE if extras[1] is None and extras[4] is None else 1
         shared = self.batch == 1 and parts > 1
-        self.threads = max(1, min(cpu_team.threads(), parts if shared else self.batch))
+        self.threads = max(1, min(team.threads(), parts if shared else self.batch))
         form, where = self.form, setting.where
         self.groups = where.groups(form.site) if form.site else ()
         self.set(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import cpu_rows as rows
-from .cpu_call import DREAMER, GRU, LSTM, NOTES, ON_SUM, call_at, is_over, norms, old_c, old_h, share_of
-from .cpu_matrix import apart, bytes_of, numbers, product, project, row_times_transpose
-from .cpu_parts import meet, part
-from .cpu_rows import moments
+from . import rows
+from .call_parts import DREAMER, GRU, LSTM, NOTES, ON_SUM, is_over, norms, old_c, old_h, share_of
+from .jit import apart, bytes_of, call_at, meet, numbers, part
+from .matmul import product, project, row_times_transpose
+from .rows import moments
 
 
 @part

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import cpu_code
+from . import code_cache
 
 _forked = False  # the team of a parent is not there in a forked child, and waiting for it would be for ever
 
@@ -52,7 +52,7 @@ def threads() -> int:
 @cache
 def entry(name: str) -> tuple[int, Callable[[int], None]]:
     """A kernel's address, and the kernel for one thread."""
-    address = cpu_code.address(name)
+    address = code_cache.address(name)
     return address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)  # read sooner than c_int64
 
 

@@ -7,13 +7,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..reference import Recurrence
-from . import cpu_team, given
-from .cpu import KINDS, Call, packed
-from .cpu_fields import PLACES
-from .cpu_target import STRETCH, panel_width
-from .forms import setting_of
-from .given import NAMES
+from ...reference import Recurrence
+from .. import given
+from ..forms import setting_of
+from ..given import NAMES
+from . import team
+from .call_record import PLACES
+from .layer import KINDS, Call, packed
+from .machine import STRETCH, panel_width
 
 
 class Step:
@@ -41,7 +42,7 @@ class Step:
         self.output = self.hist[1]
         self.numbers, self.address = job.numbers, ctypes.addressof(job.numbers)
         self.left, self.out = PLACES["left"], PLACES["out"]
-        self.kernel = cpu_team.entry(f"forward_{KINDS[x.dtype]}")[1]
+        self.kernel = team.entry(f"forward_{KINDS[x.dtype]}")[1]
 
     def read(self, left: int) -> None:
         """Where its input [B, D] lies from now on."""

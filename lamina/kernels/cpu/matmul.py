@@ -18,13 +18,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
-from numba.np.arrayobj import populate_array
 
-from .cpu_parts import BARE, part
-from .cpu_target import STRETCH, VECTORS, vector_bytes
-from .cpu_vectors import spread, whole
+from .jit import BARE, apart, bytes_of, cgutils, numbers, part
+from .machine import STRETCH, VECTORS, vector_bytes
+from .simd import spread, whole
 
 PANEL = VECTORS * vector_bytes()  # bytes of a panel's width
 BLOCK = 512  # of the contraction: a panel's part of that length stays in the first cache
@@ -111,24 +109,6 @@ _four, _two, _one = _tile(4, 1), _tile(2, 1), _tile(1, 1)
 _four_wide, _two_wide, _one_wide = _tile(4, 2), _tile(2, 2), _tile(1, 4)
 
 
-@intrinsic
-def apart(typingctx: Any) -> Any:
-    """The function that says so stays one: copies of a loop wherever it is called would be compiled again and again."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.function.attributes.add("noinline")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-@intrinsic
-def bytes_of(typingctx: Any, like: Any) -> Any:
-    """Known when compiled."""
-    size = like.bitwidth // 8
-    return types.int64(like), lambda context, builder, signature, args: whole(size)
-
-
 @part
 def product(a, lda, rows, depth, packed, panels, c, ldc, like):
     """c[rows, panels] = a[rows, depth] times a packed matrix; c has room for whole panels."""
@@ -183,23 +163,6 @@ def _product_of_one(a, depth, packed, panels, c, like):
     while p < panels:
         _one(a, depth, packed + p * away, away, depth, c + p * PANEL, depth, False, like)
         p += 1
-
-
-@intrinsic
-def numbers(typingctx: Any, address: Any, count: Any, like: Any) -> Any:
-    """An array of what lies there, of numbers like ``like``. numba's own ``carray`` takes long to compile."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = signature.return_type
-        array = context.make_array(kind)(context, builder)
-        size = whole(context.get_abi_sizeof(context.get_data_type(kind.dtype)))
-        populate_array(
-            array, data=builder.inttoptr(args[0], array.data.type), shape=cgutils.pack_array(builder, [args[1]]),
-            strides=cgutils.pack_array(builder, [size]), itemsize=size, meminfo=None,
-        )  # fmt: skip
-        return array._getvalue()
-
-    return types.Array(like, 1, "C")(types.int64, types.int64, like), codegen
 
 
 @intrinsic

@@ -12,10 +12,9 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from . import cpu_vectors as v
-from .cpu_matrix import apart
-from .cpu_parts import part
-from .cpu_vectors import Lanes, loop
+from . import simd as v
+from .jit import apart, part
+from .simd import Lanes, loop
 
 
 @intrinsic

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import cfunc, types
 
-from .cpu_backward import backward_rows
-from .cpu_call import call_at, share_of
-from .cpu_code import Code
-from .cpu_forward import forward_rows
-from .cpu_matrix import PANEL, bytes_of, multiply, pack
-from .cpu_parts import part, thread_number
+from .backward import backward_rows
+from .call_parts import share_of
+from .code_cache import Code
+from .forward import forward_rows
+from .jit import bytes_of, call_at, machine_code, part, thread_number
+from .matmul import PANEL, multiply, pack
 
 # Products of many rows.
 
@@ -80,10 +79,5 @@ def packs_float64(address):
 
 
 def compiled(name: str) -> Code:
-    """An entry by its name."""
-    made = cfunc(types.void(types.int64), error_model="numpy", _nrt=False)(globals()[name])
-    library = made._library
-    module = library._final_module
-    needs = [x.name for some in (module.functions, module.global_variables) for x in some if x.is_declaration]
-    needs = [name for name in needs if not name.startswith("llvm.")]
-    return Code(made.native_name, needs, library._get_compiled_object())
+    """Return an entry's machine code, by its name."""
+    return Code(*machine_code(globals()[name]))

@@ -1,36 +1,19 @@
 """What a call of the CPU's kernels is about, and what forward and backward have in common.
 
-It travels as one array of whole numbers, in the order of ``cpu_fields``.
+It travels as one array of whole numbers, in the order of ``call_record``.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import from_dtype, types
-from numba.extending import intrinsic
 
-from . import cpu_rows as rows
-from .cpu_fields import FIELDS
-from .cpu_matrix import apart, bytes_of, numbers
-from .cpu_parts import part
-from .cpu_rows import constant, moments
+from . import rows
+from .jit import apart, bytes_of, numbers, part
+from .rows import constant, moments
 
 RNN, LSTM, GRU, DREAMER = range(4)
 NOWHERE, ON_HH, ON_SUM = range(3)
 NOTES = 64  # numbers at the start of a thread's scratch: for each gate mean and 1/deviation of its two sides
-
-
-@intrinsic
-def call_at(typingctx: Any, address: Any) -> Any:
-    """The call whose numbers lie there: p.batch and so on."""
-    record = from_dtype(np.dtype([(name, np.int64) for name in FIELDS]))
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(record))
-
-    return record(types.int64), codegen
 
 
 @part

@@ -13,10 +13,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .cpu_target import vector_bytes
+from .jit import cgutils
+from .machine import vector_bytes
 
 # Never nnan or ninf: what is not finite must be seen. Nor reassoc: exp rounds by adding a large number.
 FLAGS = ("contract", "nsz", "arcp")

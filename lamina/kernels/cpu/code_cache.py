@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .. import notices
-from . import cpu_target
+from ... import notices
+from . import machine
 
 _lock = threading.RLock()
 _KEPT: list[Any] = []  # engines: code goes when they do
@@ -66,21 +66,21 @@ def address(name: str) -> int:
 def _read(name: str) -> Code | None:
     """Return a kernel from its file; None where there is none, or none that is whole and can be read."""
     try:
-        return Code.from_bytes((cpu_target.folder() / f"{name}.code").read_bytes())
+        return Code.from_bytes((machine.folder() / f"{name}.code").read_bytes())
     except OSError:
         return None
 
 
 def _compiled(name: str) -> Code:
-    from . import cpu_sequence
+    from . import entries
 
-    return cpu_sequence.compiled(name)
+    return entries.compiled(name)
 
 
 def _keep(name: str, code: Code) -> None:
     """Write a kernel to its file, or warn that later processes will compile it again."""
     try:
-        _write(cpu_target.folder() / f"{name}.code", code.to_bytes())
+        _write(machine.folder() / f"{name}.code", code.to_bytes())
     except OSError as error:
         notices.warn("cache", error=error)
 
@@ -113,11 +113,11 @@ def _ready() -> None:
     """LLVM, and what kernels know of their team."""
     from llvmlite import binding
 
-    from . import cpu_team
+    from . import team
 
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    team = cpu_team.library()
+    team = team.library()
     _symbol("lamina_thread", _stub if team is None else team.omp_get_thread_num)
     _symbol("lamina_meet", _stub if team is None else team.GOMP_barrier)
 

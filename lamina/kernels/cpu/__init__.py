@@ -1,0 +1,1 @@
+"""Recurrences on a CPU: kernels that numba compiles, and what calls them."""
