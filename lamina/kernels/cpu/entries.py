@@ -9,7 +9,7 @@ from .call_parts import share_of
 from .code_cache import Code
 from .forward import forward_rows
 from .jit import bytes_of, call_at, machine_code, part, thread_number
-from .matmul import PANEL, multiply, pack
+from .matmul import PANEL, multiply, outer, pack
 
 # Products of many rows.
 
@@ -26,6 +26,16 @@ def many_rows(address, thread, like):
         first, last = share_of(p.rows, thread, p.threads, np.int64(4))
     left, out = p.left + first * p.depth * size, p.out + first * p.columns * size
     multiply(left, last - first, p.depth, p.weight, p.columns, p.turned, out, begin, end, spare, like)
+
+
+@part
+def gradient(address, thread, like):
+    """A thread's rows of out = or += left^T times a matrix."""
+    p, size = call_at(address), bytes_of(like)
+    count = (p.depth * size + PANEL - 1) // PANEL
+    first, last = count * thread // p.threads, count * (thread + 1) // p.threads
+    spare = p.scratch + thread * p.scratch_size * size
+    outer(p.left, p.weight, p.rows, p.depth, p.columns, p.out, first, last, p.turned != 0, spare, like)
 
 
 @part
@@ -68,6 +78,14 @@ def products_float32(address):
 
 def products_float64(address):
     many_rows(address, np.int64(thread_number()), np.float64(0.0))
+
+
+def gradients_float32(address):
+    gradient(address, np.int64(thread_number()), np.float32(0.0))
+
+
+def gradients_float64(address):
+    gradient(address, np.int64(thread_number()), np.float64(0.0))
 
 
 def packs_float32(address):

@@ -19,7 +19,7 @@ from ..given import NAMES, STEP, Given
 from ..given import there as _there
 from . import team
 from .call_record import PLACES
-from .machine import STRETCH, panel_width
+from .machine import DEPTH, LEFTS, STRETCH, TILE, panel_width
 
 CHUNK = 512  # rows whose W_x x, or gradients, are there at once: what is not kept stays in the caches
 KINDS = {torch.float32: "float32", torch.float64: "float64"}
@@ -109,6 +109,21 @@ def multiply(left: Tensor, weight: Tensor, turned: bool, out: Tensor) -> None:
         scratch=job.empty(count, size), scratch_size=size,
     )  # fmt: skip
     job.run("products", count)
+
+
+def add_outer(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
+    """out = or += left^T right."""
+    (rows, height), width = left.shape, right.shape[1]
+    if width == 0:
+        return
+    panel, job = panel_width(left.element_size()), Job(left.dtype)
+    size = (TILE + (-(-width // panel) + LEFTS) * DEPTH) * panel
+    count = max(1, min(team.threads(), rows * height * width // WORTH, -(-height // panel)))
+    job.set(
+        left=left, rows=rows, depth=height, columns=width, weight=right, out=out, turned=add,
+        scratch=job.empty(count, size), scratch_size=size,
+    )  # fmt: skip
+    job.run("gradients", count)
 
 
 def prepared(setting: Setting, tensors: Sequence[Given], extras: Sequence[Given]) -> Call:
@@ -345,7 +360,7 @@ class _SumOfProducts:
         for some, others in zip(left.chunk(parts), right.chunk(parts)) if parts > 1 else [(left, right)]:
             if self.rows + some.shape[0] > PIECE:
                 self._end_piece()
-            self.piece.addmm_(some.t(), others, beta=1 if self.rows else 0)
+            add_outer(some, others, self.piece, self.rows > 0)
             self.rows += some.shape[0]
 
     def _end_piece(self) -> None:

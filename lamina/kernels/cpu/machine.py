@@ -14,6 +14,9 @@ from importlib import metadata
 from pathlib import Path
 
 VECTORS = 2  # of a panel of a packed matrix
+DEPTH = 256  # rows that a product for a matrix's gradient takes at once
+LEFTS = 16  # panels of its left factor that it takes at once
+TILE = 8  # rows of a tile at most
 STRETCH = 128  # rows of a product that many rows are cut into: they stay in the second cache
 SOURCES = (
     "machine.py", "jit.py", "matmul.py", "simd.py", "rows.py", "call_record.py", "call_parts.py",

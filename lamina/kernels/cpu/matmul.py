@@ -21,7 +21,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from .jit import BARE, apart, bytes_of, cgutils, numbers, part
-from .machine import STRETCH, VECTORS, vector_bytes
+from .machine import DEPTH, LEFTS, STRETCH, VECTORS, vector_bytes
 from .simd import spread, whole
 
 PANEL = VECTORS * vector_bytes()  # bytes of a panel's width
@@ -30,10 +30,11 @@ ROWS = 8 if vector_bytes() == 64 else 4  # of the largest tile
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # never nnan or ninf: what is not finite must be seen
 
 
-def _tile(rows: int, panels: int) -> Any:
+def _tile(rows: int, panels: int, turned: bool = False) -> Any:
     """c[rows, panels] = or += a[rows, depth] b[panels, depth]; from one panel of b to the next are ``apart`` bytes.
 
     Few rows have few sums, each of which waits for the one before: they take two panels at once.
+    turned: ``a`` is part of a packed panel, so its rows lie side by side.
     """
 
     @intrinsic
@@ -43,7 +44,7 @@ def _tile(rows: int, panels: int) -> Any:
         signature = types.void(*[types.int64] * 7, types.boolean, like)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _Tile(builder, signature.args[8].bitwidth // 8, rows, panels).emit(*args[:8])
+            _Tile(builder, signature.args[8].bitwidth // 8, rows, panels, turned).emit(*args[:8])
             return context.get_dummy_value()
 
         return signature, codegen
@@ -54,8 +55,8 @@ def _tile(rows: int, panels: int) -> Any:
 class _Tile:
     """Writes the instructions of one tile."""
 
-    def __init__(self, builder: Any, size: int, rows: int = 1, panels: int = 1) -> None:
-        self.builder, self.size, self.rows, self.panels = builder, size, rows, panels
+    def __init__(self, builder: Any, size: int, rows: int = 1, panels: int = 1, turned: bool = False) -> None:
+        self.builder, self.size, self.rows, self.panels, self.turned = builder, size, rows, panels, turned
         self.lanes = vector_bytes() // size
         self.number = ir.FloatType() if size == 4 else ir.DoubleType()
         self.vector = ir.VectorType(self.number, self.lanes)
@@ -64,7 +65,8 @@ class _Tile:
 
     def emit(self, a: Any, lda: Any, b: Any, apart: Any, depth: Any, c: Any, ldc: Any, add: Any) -> None:
         build, span = self.builder, self.lanes * self.size
-        rows = [build.add(a, build.mul(lda, whole(r * self.size))) for r in range(self.rows)]
+        step = whole(1) if self.turned else lda
+        rows = [build.add(a, build.mul(step, whole(r * self.size))) for r in range(self.rows)]
         panels = [build.add(b, build.mul(apart, whole(p))) for p in range(self.panels)]
         outs = [
             build.add(build.add(c, build.mul(ldc, whole(r * self.size))), whole(v * span))
@@ -86,8 +88,9 @@ class _Tile:
         off = build.mul(k, whole(VECTORS * span))
         places = [build.add(panel, off) for panel in panels]
         columns = [self.load(build.add(at, whole(v * span))) for at in places for v in range(VECTORS)]
+        along = build.mul(k, whole(VECTORS * span if self.turned else self.size))
         for r, row in enumerate(rows):
-            x = self.spread(build.add(row, build.mul(k, whole(self.size))))
+            x = self.spread(build.add(row, along))
             for v, column in enumerate(columns):
                 place = sums[r * len(columns) + v]
                 build.store(build.call(self.fma, [x, column, build.load(place)]), place)
@@ -104,7 +107,7 @@ class _Tile:
         return spread(self.builder, one, self.lanes)
 
 
-_most = _tile(ROWS, 1)
+_most, _most_turned = _tile(ROWS, 1), _tile(ROWS, 1, turned=True)
 _four, _two, _one = _tile(4, 1), _tile(2, 1), _tile(1, 1)
 _four_wide, _two_wide, _one_wide = _tile(4, 2), _tile(2, 2), _tile(1, 4)
 
@@ -261,6 +264,50 @@ def multiply(a, rows, depth, weight, columns, turned, c, first, last, spare, lik
         pack(weight, depth, columns, turned, packed, p, until, like)
         count = min(columns, until * across) - begin
         project(a, rows, depth, packed, count, c + begin * size, columns, spare, like)
+
+
+@part
+def outer(left, right, rows, height, width, c, first, last, add, spare, like):
+    """Panels first to last of c[height, width] = or += left[rows, height]^T right[rows, width].
+
+    Both sides are packed, DEPTH rows at a time: the right one whole, of the left one LEFTS panels, which stay in the
+    second cache while every panel of the right one, in the first, meets them.
+    """
+    apart()
+    size = bytes_of(like)
+    across, panels = PANEL // size, (width * size + PANEL - 1) // PANEL
+    right_packed = spare + ROWS * PANEL
+    left_packed = right_packed + panels * DEPTH * PANEL
+    for begin in range(0, rows, DEPTH):
+        depth, more = min(DEPTH, rows - begin), add or begin > 0
+        pack(right + begin * width * size, depth, width, False, right_packed, np.int64(0), panels, like)
+        for p in range(first, last, LEFTS):
+            until = min(p + LEFTS, last)
+            pack(left + begin * height * size, depth, height, False, left_packed, p, until, like)
+            tall = min(height, until * across) - p * across
+            for q in range(panels):
+                to, wide = c + (p * width + q) * across * size, min(across, width - q * across)
+                at = right_packed + q * depth * PANEL
+                _outer_panel(left_packed, at, depth, tall, wide, to, width, more, spare, like)
+
+
+@part
+def _outer_panel(left, right, depth, rows, columns, c, ldc, more, spare, like):
+    """Columns of one panel at most; what a whole tile would write past the edge goes by way of ``spare``."""
+    apart()
+    size = bytes_of(like)
+    across = PANEL // size
+    for r in range(0, rows, ROWS):
+        at, to = left + r // across * depth * PANEL + r % across * size, c + r * ldc * size
+        count = min(np.int64(ROWS), rows - r)
+        if count == ROWS and columns == across:
+            _most_turned(at, depth, right, depth, depth, to, ldc, more, like)
+        else:
+            _most_turned(at, depth, right, depth, depth, spare, across, False, like)
+            for i in range(count):
+                out, new = numbers(to + i * ldc * size, columns, like), numbers(spare + i * PANEL, columns, like)
+                for n in range(columns):
+                    out[n] = out[n] + new[n] if more else new[n]
 
 
 @intrinsic
