@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import rows
-from .call_parts import DREAMER, GRU, LSTM, NOTES, NOWHERE, ON_SUM, is_over, norms, old_c, old_h, share_of
+from .call_parts import DREAMER, GRU, LSTM, NOTES, NOWHERE, ON_SUM, gates_alike, is_over, norms, old_c, old_h, share_of
 from .jit import apart, bytes_of, call_at, meet, numbers, part
 from .matmul import product, row_times
 from .rows import moments, slopes
@@ -55,14 +55,16 @@ def _through_side(p, d, candidate, y, gain, groups, sizes, given, rstds, share, 
     for group in range(groups):
         begin, along, total = gate * H * size, like, like
         mean, rstd = known[2 * gate], known[2 * gate + 1]
-        for _ in range(counts[group]):
+        until = gate + counts[group]
+        while gate < until:
+            alike = gates_alike(p, gate, groups, sizes)
             off, source = gate * H * size, d + gate * H * size
             if p.cell == GRU and gate == 2:
                 source = candidate
-            sums = rows.gathered(source, y + off, gain + off, share + off, share + span + off, out + off, H, mean,
-                                 rstd, like)  # fmt: skip
+            sums = rows.gathered(source, y + off, gain + off, share + off, share + span + off, out + off, alike * H,
+                                 mean, rstd, like)  # fmt: skip
             total, along = total + sums[0], along + sums[1]
-            gate += 1
+            gate += alike
         deviation = rstd if rstds == 0 else numbers(rstds, groups, like)[group]
         level, slope = slopes(total, along, counts[group] * H, deviation, eps, std, like)
         rows.through_norm(out + begin, y + begin, counts[group] * H, mean, rstd, deviation, level, slope, like)
@@ -73,11 +75,14 @@ def _passed(p, d, candidate, share, out, like):
     """The same where there is no norm."""
     apart()
     size, H = bytes_of(like), p.hidden
-    for gate in range(p.gates):
+    gate = 0
+    while gate < p.gates:
+        alike = gates_alike(p, gate, np.int64(0), p.sizes)
         off, source = gate * H * size, d + gate * H * size
         if p.cell == GRU and gate == 2:
             source = candidate
-        rows.passed(source, share + off, out + off, H, like)
+        rows.passed(source, share + off, out + off, alike * H, like)
+        gate += alike
 
 
 @part
@@ -115,8 +120,10 @@ def _sides_again(p, t, b, a, ah, notes, like):
     x, xhat = p.summed + (t * p.batch + b) * W * size, p.xhat + t * p.xhat_step + b * W * size
     norms(p, x, p.groups_x, p.sizes_x, notes, like)
     of_x = numbers(notes, 2 * p.gates, like)
-    for gate in range(p.gates):
-        off = gate * H * size
+    gate = 0
+    while gate < p.gates:
+        alike, off = gates_alike(p, gate, p.groups_x, p.sizes_x), gate * H * size
+        N = alike * H
         y, gain, bias, out = xhat + off, p.gain + off, p.bias + off, a + off
         if p.cell == GRU and gate == 2:
             rows.scaled(y, gain, bias, ah, H, like)
@@ -125,10 +132,11 @@ def _sides_again(p, t, b, a, ah, notes, like):
             else:
                 rows.affine(x + off, p.gain_x + off, p.bias_x + off, out, H, of_x[2 * gate], of_x[2 * gate + 1], like)
         elif p.site == ON_SUM:
-            rows.scaled_and_bias(y, gain, bias, p.bias_x + off, out, H, like)
+            rows.scaled_and_bias(y, gain, bias, p.bias_x + off, out, N, like)
         else:
-            rows.sides_again(y, gain, bias, x + off, p.gain_x + off, p.bias_x + off, out, H, of_x[2 * gate],
+            rows.sides_again(y, gain, bias, x + off, p.gain_x + off, p.bias_x + off, out, N, of_x[2 * gate],
                              of_x[2 * gate + 1], like)  # fmt: skip
+        gate += alike
 
 
 @part

@@ -35,6 +35,22 @@ def norms(p, x, groups, sizes, out, like):
 
 
 @part
+def gates_alike(p, gate, groups, sizes):
+    """Count the gates from this one on that share statistics, so that one loop serves them; a GRU's candidate is apart."""
+    count, until = p.gates - gate, np.int64(0)
+    if groups > 1:
+        members = numbers(sizes, groups, np.int64(0))
+        for group in range(groups):
+            until += members[group]
+            if until > gate:
+                count = until - gate
+                break
+    if p.cell == GRU and gate < 2:
+        count = min(count, 2 - gate)
+    return count
+
+
+@part
 def old_state(p, place, step, reset_state, t, b, like):
     """Address of a row's state before step t: in the history, ``step`` bytes a step, or the state after a reset."""
     row = b * p.hidden * bytes_of(like)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import rows
-from .call_parts import DREAMER, GRU, LSTM, NOTES, ON_SUM, is_over, norms, old_c, old_h, share_of
+from .call_parts import DREAMER, GRU, LSTM, NOTES, ON_SUM, gates_alike, is_over, norms, old_c, old_h, share_of
 from .jit import apart, bytes_of, call_at, meet, numbers, part
 from .matmul import product, project, row_times_transpose
 from .rows import moments
@@ -45,7 +45,10 @@ def _sides(p, t, b, z, a, ah, spare, notes, like):
     if p.xhat_step != 0:
         _keep_deviations(p, t, b, below, like)
     of_x, of_z = numbers(notes, 2 * p.gates, like), numbers(below, 2 * p.gates, like)
-    for gate in range(p.gates):
+    gate = 0
+    while gate < p.gates:
+        alike = min(gates_alike(p, gate, p.groups, p.sizes), gates_alike(p, gate, p.groups_x, p.sizes_x))
+        N = alike * H
         off, mean, rstd = gate * H * size, of_z[2 * gate], of_z[2 * gate + 1]
         gain, bias = p.gain + off, p.bias + off
         gain_x, bias_x, mean_x, rstd_x = p.gain_x + off, p.bias_x + off, of_x[2 * gate], of_x[2 * gate + 1]
@@ -56,10 +59,11 @@ def _sides(p, t, b, z, a, ah, spare, notes, like):
             else:
                 rows.affine(x + off, gain_x, bias_x, a + off, H, mean_x, rstd_x, like)
         elif p.site == ON_SUM:
-            rows.side_and_bias(z + off, gain, bias, bias_x, a + off, xhat + off, H, mean, rstd, like)
+            rows.side_and_bias(z + off, gain, bias, bias_x, a + off, xhat + off, N, mean, rstd, like)
         else:
-            rows.sides(z + off, gain, bias, x + off, gain_x, bias_x, a + off, xhat + off, H, mean, rstd, mean_x, rstd_x,
+            rows.sides(z + off, gain, bias, x + off, gain_x, bias_x, a + off, xhat + off, N, mean, rstd, mean_x, rstd_x,
                        like)  # fmt: skip
+        gate += alike
 
 
 @part
