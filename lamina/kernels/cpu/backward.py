@@ -8,7 +8,24 @@ from __future__ import annotations
 import numpy as np
 
 from . import rows
-from .call_parts import DREAMER, GRU, LSTM, NOTES, NOWHERE, ON_SUM, gates_alike, is_over, norms, old_c, old_h, share_of
+from .call_parts import (
+    DREAMER,
+    GRU,
+    LSTM,
+    NOTES,
+    NOWHERE,
+    ON_SUM,
+    alive,
+    case_of,
+    count_of,
+    gates_alike,
+    norms,
+    old_c,
+    old_h,
+    row_of,
+    share_of,
+    slots_of,
+)  # fmt: skip
 from .jit import apart, bytes_of, call_at, meet, numbers, part
 from .matmul import product, row_times
 from .rows import moments, slopes
@@ -86,18 +103,18 @@ def _passed(p, d, candidate, share, out, like):
 
 
 @part
-def _through_norms(p, t, b, d, candidate, notes, d_raw, d_summed, share, like):
+def _through_norms(p, row, d, candidate, notes, d_raw, d_summed, share, like):
     """Gradients of the summed inputs to those of the products, and to gains and biases.
 
     ``candidate``: that of the recurrent side of a GRU's candidate; the input's side is in ``d``.
     """
     apart()
     size, W = bytes_of(like), p.gates * p.hidden
-    xhat, x = p.xhat + t * p.xhat_step + b * W * size, p.summed + (t * p.batch + b) * W * size
+    xhat, x = p.xhat + row * W * size, p.summed + row * W * size
     if p.site == NOWHERE:
         _passed(p, d, candidate, share, d_raw, like)
     else:
-        rstds = p.rstd + (t * p.batch + b) * p.groups * size
+        rstds = p.rstd + row * p.groups * size
         kept = notes + NOTES // 2 * size  # x^ is there: mean 0, deviation 1
         norms(p, xhat, np.int64(0), p.sizes, kept, like)
         _through_side(p, d, candidate, xhat, p.gain, p.groups, p.sizes, kept, rstds, share, d_raw, like)
@@ -112,12 +129,12 @@ def _through_norms(p, t, b, d, candidate, notes, d_raw, d_summed, share, like):
 
 
 @part
-def _sides_again(p, t, b, a, ah, notes, like):
+def _sides_again(p, row, a, ah, notes, like):
     """As ``_sides``, from x^ as it was kept."""
     apart()
     size, H = bytes_of(like), p.hidden
     W = p.gates * H
-    x, xhat = p.summed + (t * p.batch + b) * W * size, p.xhat + t * p.xhat_step + b * W * size
+    x, xhat = p.summed + row * W * size, p.xhat + row * W * size
     norms(p, x, p.groups_x, p.sizes_x, notes, like)
     of_x = numbers(notes, 2 * p.gates, like)
     gate = 0
@@ -140,25 +157,26 @@ def _sides_again(p, t, b, a, ah, notes, like):
 
 
 @part
-def _backward_row(p, t, b, scratch, share, like):
-    """dh and dc of a row's state after step t become, but for the product, those of its state before."""
-    size, H, B = bytes_of(like), p.hidden, p.batch
-    W, row = p.gates * H, b * H * size
-    at = ((t - p.begin) * B + b) * W * size
-    d_raw, d_summed, dh, dc, past = p.d_raw + at, p.d_summed + at, p.dh + row, p.dc + row, p.past + row
+def _add_upstream(p, t, b, like):
+    """The gradient of the output to that of the state."""
     if p.d_out != 0:
-        rows.plus(dh, p.d_out + (t * B + b) * H * size, dh, H, like)
-    if is_over(p, t, b):
-        rows.copy(dh, past, H, like)
-        rows.fill(d_raw, W, like, like)
-        rows.fill(d_summed, W, like, like)
-        return
+        dh = p.dh + b * p.hidden * bytes_of(like)
+        rows.plus(dh, p.d_out + (t * p.batch + b) * p.hidden * bytes_of(like), dh, p.hidden, like)
+
+
+@part
+def _backward_row(p, t, b, row, scratch, share, like):
+    """dh and dc of a case's state after step t become, but for the product, those of its state before."""
+    size, H = bytes_of(like), p.hidden
+    W, place, at = p.gates * H, b * H * size, (row - row_of(p, p.begin, np.int64(0))) * p.gates * H * size
+    d_raw, d_summed, dh, dc, past = p.d_raw + at, p.d_summed + at, p.dh + place, p.dc + place, p.past + place
+    _add_upstream(p, t, b, like)
     rows.fill(past, H, like, like)
     a = scratch + NOTES * size
     ah, seen, past_c = a + W * size, a + (W + H) * size, a + (W + 3 * H) * size
     if p.keep_h != 0:
         rows.split(p.keep_h + t * p.keep_h_t + b * p.keep_h_b, dh, past, H, like)
-    _sides_again(p, t, b, a, ah, scratch, like)
+    _sides_again(p, row, a, ah, scratch, like)
     h_old = old_h(p, t, b, like)
     if p.cell == LSTM:
         if p.keep_c != 0:
@@ -175,18 +193,24 @@ def _backward_row(p, t, b, scratch, share, like):
         rows.through_relu(a, dh, H, like)
     else:
         rows.through_tanh(a, dh, H, like)
-    _through_norms(p, t, b, a, ah, scratch, d_raw, d_summed, share, like)
+    _through_norms(p, row, a, ah, scratch, d_raw, d_summed, share, like)
 
 
 @part
-def _arrived(p, t, b, like):
+def _arrived(p, t, b, through, like):
     """dh of the state before a step: through the product, dropped units aside, and past it."""
-    size, H = bytes_of(like), p.hidden
-    row, through = b * H * size, p.z + b * p.z_row * size
-    dh, dc = p.dh + row, p.dc + row
+    row, H = b * p.hidden * bytes_of(like), p.hidden
     if p.drop != 0:
         rows.times(through, p.drop + row, through, H, like)
-    rows.plus(through, p.past + row, dh, H, like)
+    rows.plus(through, p.past + row, p.dh + row, H, like)
+    _through_reset(p, t, b, like)
+
+
+@part
+def _through_reset(p, t, b, like):
+    """Where a case starts anew at a step, the gradient goes to the state after a reset."""
+    row, H = b * p.hidden * bytes_of(like), p.hidden
+    dh, dc = p.dh + row, p.dc + row
     if p.resets != 0 and numbers(p.resets, (t + 1) * p.batch, np.uint8(0))[t * p.batch + b]:
         rows.plus(p.d_reset_h + row, dh, p.d_reset_h + row, H, like)
         rows.fill(dh, H, like, like)
@@ -211,31 +235,37 @@ def backward_rows(address, thread, like):
     p, size = call_at(address), bytes_of(like)
     H, scratch = p.hidden, p.scratch + thread * p.scratch_size * size
     W, begin, end = p.gates * H, np.int64(0), H
-    first, last = share_of(p.batch, thread, p.threads, np.int64(4))
+    first, last, step, at = slots_of(p, thread)
     if p.shared:
         begin, end = share_of(H, thread, p.threads, np.int64(16))
-        first, last = 0, p.batch if thread == 0 else 0
     sums, rows_in_block = (4 * p.gates + 2) * H, 0
     share, total = p.shares + thread * sums * size, p.totals + thread * sums * 8
     for back in range(p.end - p.begin):
         t = p.end - 1 - back
-        for b in range(first, last):
-            _backward_row(p, t, b, scratch, share, like)
+        busy = alive(p, t)
+        count = count_of(first, min(busy, last), step)
+        for n in range(count):
+            slot = first + n * step
+            _backward_row(p, t, case_of(p, slot), row_of(p, t, slot), scratch, share, like)
             rows_in_block += 1
             if rows_in_block == BLOCK:
                 _add_block(share, total, sums, like)
                 rows_in_block = 0
-        left, out = p.d_raw + (t - p.begin) * p.batch * W * size, p.z
-        if p.packed == 0:
+        before = row_of(p, p.begin, np.int64(0))
+        left, z = p.d_raw + (row_of(p, t, first) - before) * W * size, p.z + at * p.z_row * size
+        if p.packed == 0:  # one case
             if p.shared:
                 meet()
-            for b in range(first, p.batch if p.shared else last):
-                row_times(left + b * W * size, W, p.weight, H, begin, end, out + b * p.z_row * size, like)
+            if busy > 0:
+                row_times(left, W, p.weight, H, begin, end, z, like)
             if p.shared:
                 meet()
-        else:
-            at = out + first * p.z_row * size
-            product(left + first * W * size, W, last - first, W, p.packed, p.panels, at, p.z_row, like)
-        for b in range(first, last):
-            _arrived(p, t, b, like)
+        elif count > 0:
+            product(left, W * step, count, W, p.packed, p.panels, z, p.z_row, like)
+        for n in range(count):
+            _arrived(p, t, case_of(p, first + n * step), z + n * p.z_row * size, like)
+        for slot in range(first + count * step, last, step):
+            b = case_of(p, slot)
+            _add_upstream(p, t, b, like)
+            _through_reset(p, t, b, like)
     _add_block(share, total, sums, like)

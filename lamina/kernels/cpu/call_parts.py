@@ -36,7 +36,7 @@ def norms(p, x, groups, sizes, out, like):
 
 @part
 def gates_alike(p, gate, groups, sizes):
-    """Count the gates from this one on that share statistics, so that one loop serves them; a GRU's candidate is apart."""
+    """Count the gates from this one on that one loop can serve: they share statistics. A GRU's candidate is apart."""
     count, until = p.gates - gate, np.int64(0)
     if groups > 1:
         members = numbers(sizes, groups, np.int64(0))
@@ -72,9 +72,41 @@ def old_c(p, t, b, like):
 
 
 @part
-def is_over(p, t, b):
-    """Whether a row's sequence has ended before step t."""
-    return p.lengths != 0 and t >= numbers(p.lengths, p.batch, np.int64(0))[b]
+def alive(p, t):
+    """How many cases have a step t."""
+    return p.batch if p.order == 0 else numbers(p.counts, p.steps, np.int64(0))[t]
+
+
+@part
+def case_of(p, slot):
+    """The case in a slot: cases that still have steps lie in the first ones."""
+    return slot if p.order == 0 else numbers(p.order, p.batch, np.int64(0))[slot]
+
+
+@part
+def row_of(p, t, slot):
+    """The row of a step and slot in tensors that hold no padding."""
+    return (t * p.batch if p.order == 0 else numbers(p.starts, p.steps + 1, np.int64(0))[t]) + slot
+
+
+@part
+def slots_of(p, thread):
+    """A thread's first slot, the end of its slots, the way from one to the next, and its first row of a product.
+
+    Threads take neighbouring slots; where cases end one by one they take turns, or the first would work longest.
+    """
+    if p.shared:
+        return np.int64(0), p.batch if thread == 0 else np.int64(0), np.int64(1), np.int64(0)
+    if p.order == 0:
+        first, last = share_of(p.batch, thread, p.threads, np.int64(4))
+        return first, last, np.int64(1), first
+    return thread, p.batch, p.threads, thread * ((p.batch + p.threads - 1) // p.threads)
+
+
+@part
+def count_of(first, last, step):
+    """How many slots there are from the first to before the last."""
+    return max((last - first + step - 1) // step, np.int64(0))
 
 
 @part

@@ -9,10 +9,12 @@ FIELDS = (
     "begin", "end",  # the steps of this call; backward walks from end - 1 down to begin
     "summed",  # [T, B, W]: W_x x
     "hist", "c_hist", "c_step",  # [T+1, B, H]; c_step: bytes from one step's c to the next's, 0: one place for all
-    "xhat", "xhat_step", "rstd",  # [T, B, W], [T, B, groups]; xhat_step as c_step
+    "xhat", "rstd",  # [T, B, W], [T, B, groups], 0: not kept
     "gain", "bias", "gain_x", "bias_x", "gain_cell", "bias_cell",
     "reset_h", "reset_c",  # [B, H]: the state after a reset; 0: no resets
-    "lengths", "resets", "drop", "keep_h", "keep_h_t", "keep_h_b", "keep_c", "keep_c_t", "keep_c_b",  # 0: none
+    "order", "counts", "starts",  # for lengths: cases, longest first [B]; how many of them have a step t [T]; the row
+    # where those of step t begin in tensors without padding [T+1]. 0: no lengths
+    "resets", "drop", "keep_h", "keep_h_t", "keep_h_b", "keep_c", "keep_c_t", "keep_c_b",  # 0: none
     "weight", "packed", "panels",  # of the product: as it is (one row) or packed
     "z", "z_row",  # where a product goes, [B, z_row]
     "operand",  # [B, H] for h' where it is not the history's

@@ -9,24 +9,40 @@ from __future__ import annotations
 import numpy as np
 
 from . import rows
-from .call_parts import DREAMER, GRU, LSTM, NOTES, ON_SUM, gates_alike, is_over, norms, old_c, old_h, share_of
+from .call_parts import (
+    DREAMER,
+    GRU,
+    LSTM,
+    NOTES,
+    ON_SUM,
+    alive,
+    case_of,
+    count_of,
+    gates_alike,
+    norms,
+    old_c,
+    old_h,
+    row_of,
+    share_of,
+    slots_of,
+)  # fmt: skip
 from .jit import apart, bytes_of, call_at, meet, numbers, part
 from .matmul import product, project, row_times_transpose
 from .rows import moments
 
 
 @part
-def _keep_deviations(p, t, b, notes, like):
+def _keep_deviations(p, row, notes, like):
     """For backward, one of each group."""
-    kept, counts = numbers(p.rstd, (t + 1) * p.batch * p.groups, like), numbers(p.sizes, p.groups, np.int64(0))
+    kept, counts = numbers(p.rstd, (row + 1) * p.groups, like), numbers(p.sizes, p.groups, np.int64(0))
     found, gate = numbers(notes, 2 * p.gates, like), 0
     for group in range(p.groups):
-        kept[(t * p.batch + b) * p.groups + group] = found[2 * gate + 1]
+        kept[row * p.groups + group] = found[2 * gate + 1]
         gate += counts[group]
 
 
 @part
-def _sides(p, t, b, z, a, ah, spare, notes, like):
+def _sides(p, row, z, a, ah, spare, notes, like):
     """A gate's two sides, each normalised, added up in ``a``; a GRU's candidate has its recurrent side in ``ah``.
 
     x^ of the recurrent side stays for backward, or goes to ``spare``.
@@ -34,16 +50,16 @@ def _sides(p, t, b, z, a, ah, spare, notes, like):
     apart()
     size, H = bytes_of(like), p.hidden
     W = p.gates * H
-    x, xhat = p.summed + (t * p.batch + b) * W * size, spare
-    if p.xhat_step != 0:
-        xhat = p.xhat + t * p.xhat_step + b * W * size
+    x, xhat = p.summed + row * W * size, spare
+    if p.xhat != 0:
+        xhat = p.xhat + row * W * size
     if p.site == ON_SUM:
         rows.plus(x, z, z, W, like)
     below = notes + NOTES // 2 * size
     norms(p, x, p.groups_x, p.sizes_x, notes, like)
     norms(p, z, p.groups, p.sizes, below, like)
-    if p.xhat_step != 0:
-        _keep_deviations(p, t, b, below, like)
+    if p.xhat != 0:
+        _keep_deviations(p, row, below, like)
     of_x, of_z = numbers(notes, 2 * p.gates, like), numbers(below, 2 * p.gates, like)
     gate = 0
     while gate < p.gates:
@@ -85,21 +101,27 @@ def _lstm(p, a, c_old, c, h, like):
 
 
 @part
-def _forward_row(p, t, b, scratch, like):
+def _kept_row(p, t, b, like):
+    """The state of a case that has ended."""
+    at, H = b * p.hidden * bytes_of(like), p.hidden
+    rows.copy(old_h(p, t, b, like), p.hist + (t + 1) * p.batch * H * bytes_of(like) + at, H, like)
+    if p.cell == LSTM:
+        rows.copy(old_c(p, t, b, like), p.c_hist + (t + 1) * p.c_step + at, H, like)
+
+
+@part
+def _forward_row(p, t, b, row, z, scratch, like):
+    """A case's step; ``row``: where it lies in tensors without padding, ``z``: its recurrent product."""
     size, H = bytes_of(like), p.hidden
-    W, row, plane = p.gates * H, b * H * size, p.batch * H * size
-    h_old, h_new = old_h(p, t, b, like), p.hist + (t + 1) * plane + row
+    W, at, plane = p.gates * H, b * H * size, p.batch * H * size
+    h_old, h_new = old_h(p, t, b, like), p.hist + (t + 1) * plane + at
     c_old, c_new = h_old, h_new
     if p.cell == LSTM:
-        c_new = p.c_hist + (t + 1) * p.c_step + row
+        c_new = p.c_hist + (t + 1) * p.c_step + at
         c_old = old_c(p, t, b, like)
-    if is_over(p, t, b):
-        rows.copy(h_old, h_new, H, like)
-        rows.copy(c_old, c_new, H, like)
-        return
     a = scratch + NOTES * size
     ah, spare = a + W * size, a + (W + H) * size
-    _sides(p, t, b, p.z + b * p.z_row * size, a, ah, spare, scratch, like)
+    _sides(p, row, z, a, ah, spare, scratch, like)
     if p.cell == LSTM:
         if p.keep_c != 0:
             _lstm(p, a, c_old, ah, h_new, like)
@@ -119,18 +141,19 @@ def _forward_row(p, t, b, scratch, like):
 
 
 @part
-def _factor(p, t, first, last, like):
-    """Where the product's left factor of step t lies: the history, or rows that start anew or drop units."""
+def _factor(p, t, first, step, count, at, like):
+    """Where the product's left factor of step t lies: the history, or rows that are not neighbours or not as there."""
     size, H = bytes_of(like), p.hidden
     if p.operand == 0:
-        return p.hist + t * p.batch * H * size
-    for b in range(first, last):
-        out, old = p.operand + b * H * size, old_h(p, t, b, like)
+        return p.hist + (t * p.batch + first) * H * size
+    for n in range(count):
+        b, out = case_of(p, first + n * step), p.operand + (at + n) * H * size
+        old = old_h(p, t, b, like)
         if p.drop != 0:
             rows.times(old, p.drop + b * H * size, out, H, like)
         else:
             rows.copy(old, out, H, like)
-    return p.operand
+    return p.operand + at * H * size
 
 
 @part
@@ -146,24 +169,27 @@ def forward_rows(address, thread, like):
     p, size = call_at(address), bytes_of(like)
     H, scratch = p.hidden, p.scratch + thread * p.scratch_size * size
     W, begin, end = p.gates * H, np.int64(0), p.gates * H
-    first, last = share_of(p.batch, thread, p.threads, np.int64(4))
+    first, last, step, at = slots_of(p, thread)
     if p.shared:
         begin, end = share_of(W, thread, p.threads, np.int64(16))  # a number's sum is the same for any share
-        first, last = 0, p.batch if thread == 0 else 0
     if p.packed_x != 0:
         _project_frame(p, scratch + (2 * W + 6 * H + 64) * size, like)
     for t in range(p.begin, p.end):
-        left = _factor(p, t, first, last, like)
-        if p.packed == 0:
-            for b in range(first, p.batch if p.shared else last):
-                row_times_transpose(left + b * H * size, H, p.weight, begin, end, p.z + b * p.z_row * size, like)
+        busy, z = alive(p, t), p.z + at * p.z_row * size
+        count = count_of(first, min(busy, last), step)
+        left = _factor(p, t, first, step, count, at, like)
+        if p.packed == 0:  # one case
+            if busy > 0:
+                row_times_transpose(left, H, p.weight, begin, end, z, like)
             if p.shared:
                 meet()
-        else:
-            at = p.z + first * p.z_row * size
-            product(left + first * H * size, H, last - first, H, p.packed, p.panels, at, p.z_row, like)
-        for b in range(first, last):
-            _forward_row(p, t, b, scratch, like)
+        elif count > 0:
+            product(left, H, count, H, p.packed, p.panels, z, p.z_row, like)
+        for n in range(count):
+            slot = first + n * step
+            _forward_row(p, t, case_of(p, slot), row_of(p, t, slot), z + n * p.z_row * size, scratch, like)
+        for slot in range(first + count * step, last, step):
+            _kept_row(p, t, case_of(p, slot), like)
         if p.shared:
             meet()
     if p.packed_x != 0:

@@ -114,7 +114,9 @@ def multiply(left: Tensor, weight: Tensor, turned: bool, out: Tensor) -> None:
 def add_outer(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
     """out = or += left^T right."""
     (rows, height), width = left.shape, right.shape[1]
-    if width == 0:
+    if rows == 0 or width == 0:
+        if not add:
+            out.zero_()
         return
     panel, job = panel_width(left.element_size()), Job(left.dtype)
     size = (TILE + (-(-width // panel) + LEFTS) * DEPTH) * panel
@@ -129,6 +131,24 @@ def add_outer(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
 def prepared(setting: Setting, tensors: Sequence[Given], extras: Sequence[Given]) -> Call:
     """A call for forward and then backward, whose parameters need looking at but once."""
     return Call(setting, dict(zip(NAMES, tensors)), extras)
+
+
+class _Ragged:
+    """Sequences of several lengths: cases by falling length, so that those which still have steps are neighbours.
+
+    order: cases [B]; counts: how many have a step t [T]; starts: rows of earlier steps [T+1], ``begins`` as a list;
+    index: where the rows without padding lie among the steps and cases.
+    """
+
+    def __init__(self, lengths: Tensor, steps: int, batch: int) -> None:
+        lengths = lengths.to(torch.int64)
+        self.order = lengths.argsort(descending=True, stable=True)
+        times = torch.arange(steps).unsqueeze(1)
+        valid = times < lengths[self.order]
+        self.counts = valid.sum(1)
+        self.starts = torch.cat([self.counts.new_zeros(1), self.counts.cumsum(0)])
+        self.begins: list[int] = self.starts.tolist()
+        self.index = (times * batch + self.order)[valid]
 
 
 class Call(Job):
@@ -182,18 +202,34 @@ class Call(Job):
 
     def _extras(self, extras: Sequence[Given]) -> None:
         lengths, resets, keep_h, keep_c, drop = extras
+        self.ragged = None if lengths is None else _Ragged(lengths, self.steps, self.batch)
         self.resets, self.drop = resets, drop
-        if lengths is not None:
-            self.set(lengths=lengths.to(torch.int64).contiguous())
+        if self.ragged is not None:
+            self.set(order=self.ragged.order, counts=self.ragged.counts, starts=self.ragged.starts)
         if resets is not None:
             self.set(resets=resets.to(torch.uint8).contiguous())
         if drop is not None:
             self.set(drop=drop.to(self.dtype).contiguous())
-        if resets is not None or drop is not None:
-            self.set(operand=self.empty(self.batch, self.hidden))
+        if resets is not None or drop is not None or (self.ragged is not None and self.batch > 1):
+            self.set(operand=self.empty(self.product_rows, self.hidden))
         for name, mask in (("keep_h", keep_h), ("keep_c", keep_c)):
             if mask is not None:
                 self._mask(name, mask)
+
+    @property
+    def product_rows(self) -> int:
+        """Return the rows of a step's product: as many for each thread."""
+        return self.threads * -(-self.batch // self.threads)
+
+    def first_row(self, step: int) -> int:
+        """Return the row where a step's cases begin in tensors that hold no padding."""
+        return step * self.batch if self.ragged is None else self.ragged.begins[step]
+
+    def without_padding(self, tensor: Tensor, begin: int, end: int) -> Tensor:
+        """Return a row of the tensor [T, B, D] for each step and case from ``begin`` to ``end``, but no padding."""
+        if self.ragged is None:
+            return tensor[begin:end].flatten(0, 1)
+        return tensor.flatten(0, 1).index_select(0, self.ragged.index[self.first_row(begin) : self.first_row(end)])
 
     def _state(self, state: Given) -> Tensor:
         return torch.zeros(self.batch, self.hidden, dtype=self.dtype) if state is None else self.as_read(state)
@@ -213,7 +249,7 @@ class Call(Job):
         columns = weight.shape[1] if backward else weight.shape[0]
         panel = panel_width(weight.element_size())
         panels = -(-columns // panel)
-        self.set(weight=weight, z=self.empty(self.batch, panels * panel), z_row=panels * panel)
+        self.set(weight=weight, z=self.empty(self.product_rows, panels * panel), z_row=panels * panel)
         if self.batch > 1:
             self.set(packed=packed(weight, not backward), panels=panels)
 
@@ -246,19 +282,20 @@ def forward(
     c_hist = call.empty((steps + 1 if whole_c else 1) if lstm else 0, batch, hidden)
     if lstm:
         _first(by_name["c"], call, c_hist[0])
-    xhat = call.empty(steps if train else 1, batch, call.width)
+    xhat = call.empty(steps if train else 0, batch, call.width)
     rstd = call.empty(steps if train else 0, batch, len(call.groups))
     size = hist.element_size()
     call.matrix(_there(by_name["weight_hh"]), False)
     call.set(
         hist=hist, c_hist=c_hist, c_step=batch * hidden * size if whole_c else 0,
-        xhat=xhat, xhat_step=batch * call.width * size if train else 0, rstd=rstd, scratch=_scratch(call, 2),
+        xhat=xhat if train else 0, rstd=rstd, scratch=_scratch(call, 2),
     )  # fmt: skip
     summed = call.empty(steps if train else min(steps, max(1, CHUNK // batch)), batch, call.width)
     for begin in range(0, steps, summed.shape[0]):
         end = min(steps, begin + summed.shape[0])
-        multiply(x[begin:end].flatten(0, 1), weight_ih, True, summed[: end - begin].flatten(0, 1))
-        call.set(begin=begin, end=end, summed=summed.data_ptr() - begin * batch * call.width * size)  # of step 0
+        before, count = call.first_row(begin), call.first_row(end) - call.first_row(begin)
+        multiply(call.without_padding(x, begin, end), weight_ih, True, summed.flatten(0, 1)[:count])
+        call.set(begin=begin, end=end, summed=summed.data_ptr() - before * call.width * size)  # of row 0
         call.run("forward", call.threads)
     call.let_go(
         "weight", "packed", "z", "scratch", "hist", "c_hist", "xhat", "rstd"
@@ -291,7 +328,7 @@ def backward(
     call.matrix(weight, True)
     call.set(
         summed=summed, hist=hist, c_hist=c_hist, c_step=batch * hidden * size, xhat=xhat,
-        xhat_step=batch * width * size, rstd=rstd, scratch=_scratch(call, 1), dh=dh, dc=dc,
+        rstd=rstd, scratch=_scratch(call, 1), dh=dh, dc=dc,
         d_reset_h=d_reset_h, d_reset_c=d_reset_c, past=past, d_raw=d_raw, d_summed=d_summed, shares=shares,
         totals=totals, d_out=hist.new_empty(0) if d_out is None else d_out,
     )  # fmt: skip
@@ -300,7 +337,7 @@ def backward(
         begin = max(0, end - chunk)
         call.set(begin=begin, end=end)
         call.run("backward", call.threads)
-        rows = (end - begin) * batch
+        rows = call.first_row(end) - call.first_row(begin)
         found.add(begin, end, d_raw[:rows], d_summed[:rows])
     call.let_go("weight", "packed", "z", "scratch")
     states = {"h": dh, "c": dc, "reset_h": d_reset_h, "reset_c": d_reset_c}
@@ -315,27 +352,42 @@ class _Matrices:
     def __init__(self, call: Call, by_name: dict[str, Given], hist: Tensor, wanted: dict[str, bool]) -> None:
         self.call, self.hist = call, hist
         x, self.weight_ih = _there(by_name["input"]), _there(by_name["weight_ih"])
-        self.x = x.flatten(0, 1)
-        self.d_input = torch.empty_like(x) if wanted["input"] else None
+        self.x = x
+        self.d_input = None
+        if wanted["input"]:
+            self.d_input = torch.empty_like(x) if call.ragged is None else torch.zeros_like(x)
         self.d_ih = _SumOfProducts(self.weight_ih) if wanted["weight_ih"] else None
         self.d_hh = _SumOfProducts(_there(by_name["weight_hh"])) if wanted["weight_hh"] else None
 
     def add(self, begin: int, end: int, raw: Tensor, summed: Tensor) -> None:
         """Of steps begin to end; ``raw``, ``summed``: gradients of the two products, a row for each step and case."""
-        rows = slice(begin * self.call.batch, end * self.call.batch)
+        call = self.call
         if self.d_hh is not None:
-            self.d_hh.add(raw, self._factors(begin, end).flatten(0, 1))
+            self.d_hh.add(raw, self._factors(begin, end))
         if self.d_ih is not None:
-            self.d_ih.add(summed, self.x[rows])
+            self.d_ih.add(summed, call.without_padding(self.x, begin, end))
         if self.d_input is not None:
-            multiply(summed, self.weight_ih, False, self.d_input.flatten(0, 1)[rows])
+            self._add_input(summed, slice(call.first_row(begin), call.first_row(end)))
+
+    def _add_input(self, summed: Tensor, rows: slice) -> None:
+        d_input, ragged = self.d_input.flatten(0, 1), self.call.ragged  # type: ignore[union-attr]  # it is wanted
+        if ragged is None:
+            multiply(summed, self.weight_ih, False, d_input[rows])
+        else:
+            compact = d_input.new_empty(summed.shape[0], d_input.shape[1])
+            multiply(summed, self.weight_ih, False, compact)
+            d_input.index_copy_(0, ragged.index[rows], compact)
 
     def _factors(self, begin: int, end: int) -> Tensor:
-        """h' as the products saw it."""
-        before = self.hist[begin:end]
-        if self.call.resets is not None:
-            before = torch.where(self.call.resets[begin:end].unsqueeze(-1), self.call.held["reset_h"], before)
-        return before if self.call.drop is None else before * self.call.drop
+        """h' as the products saw it, a row for each step and case."""
+        call, before = self.call, self.hist[begin:end]
+        if call.resets is not None:
+            before = torch.where(call.resets[begin:end].unsqueeze(-1), call.held["reset_h"], before)
+        before = (before if call.drop is None else before * call.drop).flatten(0, 1)
+        if call.ragged is None:
+            return before
+        rows = slice(call.first_row(begin), call.first_row(end))
+        return before.index_select(0, call.ragged.index[rows] - begin * call.batch)
 
     def result(self) -> dict[str, Any]:
         sums = {"weight_ih": self.d_ih, "weight_hh": self.d_hh}
