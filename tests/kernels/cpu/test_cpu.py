@@ -498,6 +498,62 @@ def test_products(rows, turned, threads, monkeypatch):
         assert_same([out], [left @ (weight.t() if turned else weight)], 1e-13)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [0, 1, 7, 256, 300, 515])
+def test_products_for_gradients(rows, dtype, threads, monkeypatch):
+    """The transpose of one matrix times another, written or added, against torch's in float64."""
+    monkeypatch.setattr("lamina.kernels.cpu.layer.WORTH", 1)
+    torch.set_num_threads(threads)
+    for height, width in ((1, 1), (3, 31), (33, 17), (40, 257), (530, 70), (128, 64)):
+        left, right = torch.randn(rows, height, dtype=dtype), torch.randn(rows, width, dtype=dtype)
+        out, want = torch.full((height, width), float("nan"), dtype=dtype), left.double().t() @ right.double()
+        for times in (1, 2):
+            cpu.add_outer(left, right, out, times > 1)
+            assert_same([out.double()], [times * want], 1e-13 if dtype == torch.float64 else 2e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
+def test_a_case_has_the_same_bits_whatever_the_lengths_of_others(cell, threads):
+    torch.set_num_threads(threads)
+    layer, x = getattr(lamina, cell)(7, 40), torch.randn(9, 6, 7)
+    lengths = torch.tensor([3, 9, 1, 6, 6, 2])
+    with torch.no_grad():
+        output, state = layer(x, lengths=lengths)
+        whole, _ = layer(x)
+    h = state[0] if cell == "LSTM" else state
+    for case, length in enumerate(lengths.tolist()):
+        assert torch.equal(output[:length, case], whole[:length, case])
+        assert not output[length:, case].any()
+        assert torch.equal(h[0, case], whole[length - 1, case])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_padding_is_not_multiplied(training, monkeypatch):
+    """Neither by the input's matrix nor for its gradient, nor in the gradients of matrices."""
+    counts, multiply, add_outer = {"products": 0, "gradients": 0}, cpu.multiply, cpu.add_outer
+
+    def counted(left, *rest):
+        counts["products"] += left.shape[0]
+        multiply(left, *rest)
+
+    def counted_gradient(left, *rest):
+        counts["gradients"] += left.shape[0]
+        add_outer(left, *rest)
+
+    monkeypatch.setattr(cpu, "multiply", counted)
+    monkeypatch.setattr(cpu, "add_outer", counted_gradient)
+    layer, x, lengths = lamina.LSTM(7, 40), torch.randn(9, 6, 7, requires_grad=True), torch.tensor([3, 9, 1, 6, 6, 2])
+    with torch.set_grad_enabled(training):
+        output = layer(x, lengths=lengths)[0]
+    if training:
+        output.sum().backward()
+        assert not x.grad[3:, 0].any()
+    steps = int(lengths.sum())
+    assert counts == {"products": steps * (1 + training), "gradients": 2 * steps * training}
+
+
 @pytest.mark.parametrize("kind", ["RNNCell", "LSTMCell", "GRUCell"])
 def test_a_cell_is_fused_where_that_is_faster(kind):
     """Up to 512 units where gradients are recorded, up to 1,024 where they are not, call after call."""
