@@ -117,9 +117,9 @@ def _ready() -> None:
 
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    team = team.library()
-    _symbol("lamina_thread", _stub if team is None else team.omp_get_thread_num)
-    _symbol("lamina_meet", _stub if team is None else team.GOMP_barrier)
+    library = team.library()
+    _symbol("lamina_thread", _stub if library is None else library.omp_get_thread_num)
+    _symbol("lamina_meet", _stub if library is None else library.GOMP_barrier)
 
 
 def _symbol(name: str, function: Any) -> None:
