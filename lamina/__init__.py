@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .functional import explain
     from .importers import import_weights
     from .layers import Conv2d, LayerNorm, Linear, NoisyLayerNorm
+    from .looping import loop
     from .recurrent import GRU, LSTM, RNN
     from .streaming import stream
 
@@ -41,8 +42,9 @@ __all__ = [
     # migration
     "convert",
     "import_weights",
-    # streaming inference
+    # a frame at a time, a step at a time
     "stream",
+    "loop",
     # backends and errors
     "explain",
     "BackendError",
@@ -68,6 +70,7 @@ _HOME = {
         "import_weights": "importers",
         "explain": "functional",
         "stream": "streaming",
+        "loop": "looping",
     },
 }
 

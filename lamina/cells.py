@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +18,14 @@ from .scripting import leaf, symbolic
 _PARAMETERS = NAMES[3:STEP]
 
 
-def _ordinary(input: Any) -> bool:
+def ordinary(input: Any) -> bool:
     """Return whether only autograd acts on the tensor: no compiler, tracer, transform, subclass, mode or autocast."""
     if torch.compiler.is_compiling() or traced() or watched(input) or transformed(input):
         return False
     return not torch.is_autocast_enabled(input.device.type)
 
 
-def _cache_key(tensors: Any) -> Any:
+def cache_key(tensors: Any) -> Any:
     """Return everything about the tensors (or None) that the checks and the choice of a backend depend on."""
     return (torch.is_grad_enabled(), *[t if t is None else (t.shape, t.dtype, t.device) for t in tensors])
 
@@ -91,19 +90,23 @@ class RecurrentCell(RecurrentModule):
 
     def _run_cached(self, input: Tensor, hx: Any, recurrent_mask: Tensor | None) -> State | None:
         """Run the cached fused step if an equivalent call has passed the checks before; else return None."""
-        if not self._fused or recurrent_mask is not None or not _ordinary(input):
+        if not self._fused or recurrent_mask is not None or not ordinary(input):
             return None
         state = () if hx is None else hx if isinstance(hx, (tuple, list)) else (hx,)
         if not all(type(s) is Tensor for s in state):
             return None
-        tensors = self._step_tensors(input, state)
-        step = self._fused.get(_cache_key(tensors))
+        tensors = self.step_tensors(input, *state)
+        step = self._fused.get(cache_key(tensors))
         if step is None:
             return None
         new_state: State = step(*[t if t is None or t.is_contiguous() else t.contiguous() for t in tensors])
         return new_state
 
-    def _step_tensors(self, input: Tensor, state: Any) -> tuple[Tensor | None, ...]:
+    def fused_step(self, input: Tensor, *state: Tensor | None) -> Any:
+        """Return the cached fused step of calls with tensors like these, or None."""
+        return self._fused.get(cache_key(self.step_tensors(input, *state)))
+
+    def step_tensors(self, input: Tensor, *state: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the arguments of a fused step; a parametrised weight is None, as it is no longer a parameter."""
         padding = (None,) * (2 - len(state))
         return input, *state, *padding, *map(self._parameters.get, _PARAMETERS), None, None, None
@@ -112,16 +115,17 @@ class RecurrentCell(RecurrentModule):
         """Cache the fused step for this kind of call if a fused backend serves it and no mask or mode is involved."""
         options = self.options
         masked = options.zoneout or options.recurrent_dropout or options.learn_initial_state
-        if masked or self.norm not in ("layer", None) or input.dim() != 2 or not _ordinary(input):
+        if masked or self.norm not in ("layer", None) or input.dim() != 2 or not ordinary(input):
             return
         plain = all(name in self._parameters for name in self._fields)  # no parametrised weight
         path = functional.explain(self, input).path if plain else ""
         if path:
             from .kernels import cell, forms, fused
 
-            tensors, setting = self._step_tensors(input, state), forms.setting_of(call, path)
-            step = cell.kind_of(setting, tensors) if path == "cell" else partial(fused.cpu_step, setting)
-            self._fused[_cache_key(tensors)] = step
+            tensors, setting = self.step_tensors(input, *(state or ())), forms.setting_of(call, path)
+            self._fused[cache_key(tensors)] = (
+                cell.kind_of(setting, tensors) if path == "cell" else fused.cpu_step_of(setting, tensors)
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the cached steps, which are valid for this process and device only."""

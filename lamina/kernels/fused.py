@@ -10,9 +10,9 @@ that would be more than the GPU's own time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -107,6 +107,13 @@ def _alike(calls: Sequence[Recurrence]) -> bool:
         return [setting_of(call), call.input.shape[:2], *known]
 
     return all(kinds(call) == kinds(calls[0]) for call in calls[1:])
+
+
+def cpu_step_of(setting: Setting, tensors: Tensors) -> Callable[..., tuple[Tensor, ...]]:
+    """The step on a CPU of cells with tensors like these."""
+    from .cpu import cell as cpu_cell
+
+    return cpu_cell.Step(setting, tensors) if cpu_cell.serves(tensors) else partial(cpu_step, setting)
 
 
 def cpu_step(setting: Setting, x: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:

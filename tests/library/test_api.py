@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PUBLIC = [
     *("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"),
     *("LayerNorm", "NoisyLayerNorm", "Linear", "Conv2d", "BatchNorm"),
-    *("convert", "import_weights", "stream", "explain", "BackendError", "InputError"),
+    *("convert", "import_weights", "stream", "loop", "explain", "BackendError", "InputError"),
     *("analysis", "baselines", "functional", "optim", "options", "placements", "reference"),
 ]
 

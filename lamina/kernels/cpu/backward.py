@@ -27,7 +27,7 @@ from .call_parts import (
     slots_of,
 )  # fmt: skip
 from .jit import apart, bytes_of, call_at, meet, numbers, part
-from .matmul import product, row_times
+from .matmul import PANEL, outer, pack_share, product, project, row_times
 from .rows import moments, slopes
 
 BLOCK = 64  # rows of one float32 sum: a single sum over two million rows is off by 7e-4 of its value
@@ -230,6 +230,39 @@ def _add_block(share, total, count, like):
 
 
 @part
+def _pack_both(p, thread, like):
+    """Pack the matrices of a single step; several rows need them so."""
+    W = p.gates * p.hidden
+    pack_share(p.weight, W, p.hidden, False, p.packed, thread, p.threads, like)
+    if p.dx != 0:
+        pack_share(p.weight_x, W, p.depth, False, p.packed_dx, thread, p.threads, like)
+    if p.threads > 1:
+        meet()
+
+
+@part
+def _single_step(p, thread, first, last, spare, like):
+    """Gradients of a single step's input and matrices."""
+    W, size = p.gates * p.hidden, bytes_of(like)
+    if p.dx != 0:
+        left, out = p.d_summed + first * W * size, p.dx + first * p.depth * size
+        if p.packed_dx == 0:
+            row_times(left, W, p.weight_x, p.depth, np.int64(0), p.depth, out, like)
+        else:
+            project(left, last - first, W, p.packed_dx, p.depth, out, p.depth, spare, like)
+    if p.d_weight == 0 and p.d_weight_x == 0:
+        return
+    if p.threads > 1:
+        meet()
+    count = (W * size + PANEL - 1) // PANEL
+    begin, end = count * thread // p.threads, count * (thread + 1) // p.threads
+    if p.d_weight != 0:
+        outer(p.d_raw, p.reset_h, p.batch, W, p.hidden, p.d_weight, begin, end, False, spare, like)
+    if p.d_weight_x != 0:
+        outer(p.d_summed, p.left, p.batch, W, p.depth, p.d_weight_x, begin, end, False, spare, like)
+
+
+@part
 def backward_rows(address, thread, like):
     """The same rows from step end - 1 down to begin."""
     p, size = call_at(address), bytes_of(like)
@@ -238,6 +271,8 @@ def backward_rows(address, thread, like):
     first, last, step, at = slots_of(p, thread)
     if p.shared:
         begin, end = share_of(H, thread, p.threads, np.int64(16))
+    if p.packs:
+        _pack_both(p, thread, like)
     sums, rows_in_block = (4 * p.gates + 2) * H, 0
     share, total = p.shares + thread * sums * size, p.totals + thread * sums * 8
     for back in range(p.end - p.begin):
@@ -268,4 +303,6 @@ def backward_rows(address, thread, like):
             b = case_of(p, slot)
             _add_upstream(p, t, b, like)
             _through_reset(p, t, b, like)
+    if p.left != 0:
+        _single_step(p, thread, first, last, scratch + (W + 6 * H + 64) * size, like)
     _add_block(share, total, sums, like)

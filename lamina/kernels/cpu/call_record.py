@@ -25,6 +25,9 @@ FIELDS = (
     "totals",  # float64, of all rows
     "threads", "shared",  # shared: threads take columns of a product, and the first of them all rows
     "left", "rows", "depth", "columns", "turned", "out",  # of a product with many rows, and of packing
-    "packed_x",  # of a stream, whose input [B, D] is ``left``, its output ``out``: products are made here
+    # of a single step, whose input [B, D] is ``left``: products are made here
+    "packed_x", "streams",  # streams: the state moves to where the next step finds it, and to ``out``
+    "weight_x", "packs",  # packs: both matrices are packed here, since nobody knows whether they have changed
+    "packed_dx", "dx", "d_weight", "d_weight_x",  # backward: the input's gradient, those of the matrices; 0: not wanted
 )  # fmt: skip
 PLACES = {name: at for at, name in enumerate(FIELDS)}

@@ -9,7 +9,7 @@ from .call_parts import share_of
 from .code_cache import Code
 from .forward import forward_rows
 from .jit import bytes_of, call_at, machine_code, part, thread_number
-from .matmul import PANEL, multiply, outer, pack
+from .matmul import PANEL, multiply, outer, pack_share
 
 # Products of many rows.
 
@@ -42,9 +42,7 @@ def gradient(address, thread, like):
 def panels_of(address, thread, like):
     """A thread's panels of a matrix."""
     p = call_at(address)
-    count = panels(p, like)
-    first, last = count * thread // p.threads, count * (thread + 1) // p.threads
-    pack(p.weight, p.depth, p.columns, p.turned, p.packed + first * p.depth * PANEL, first, last, like)
+    pack_share(p.weight, p.depth, p.columns, p.turned, p.packed, thread, p.threads, like)
 
 
 @part

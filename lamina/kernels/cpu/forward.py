@@ -27,7 +27,7 @@ from .call_parts import (
     slots_of,
 )  # fmt: skip
 from .jit import apart, bytes_of, call_at, meet, numbers, part
-from .matmul import product, project, row_times_transpose
+from .matmul import pack_share, product, project, row_times_transpose
 from .rows import moments
 
 
@@ -157,10 +157,23 @@ def _factor(p, t, first, step, count, at, like):
 
 
 @part
-def _project_frame(p, spare, like):
-    """W_x x of one frame."""
-    W = p.gates * p.hidden
-    project(p.left, p.batch, p.depth, p.packed_x, W, p.summed, W, spare, like)
+def _pack_both(p, thread, like):
+    """Pack the matrices of a single step; several rows need them so."""
+    pack_share(p.weight_x, p.depth, p.gates * p.hidden, True, p.packed_x, thread, p.threads, like)
+    pack_share(p.weight, p.hidden, p.gates * p.hidden, True, p.packed, thread, p.threads, like)
+    if p.threads > 1:
+        meet()
+
+
+@part
+def _project_frame(p, first, last, spare, like):
+    """W_x x of a single step."""
+    W, size = p.gates * p.hidden, bytes_of(like)
+    left, out = p.left + first * p.depth * size, p.summed + first * W * size
+    if p.packed_x == 0:
+        row_times_transpose(left, p.depth, p.weight_x, np.int64(0), W, out, like)
+    else:
+        project(left, last - first, p.depth, p.packed_x, W, out, W, spare, like)
 
 
 @part
@@ -172,8 +185,10 @@ def forward_rows(address, thread, like):
     first, last, step, at = slots_of(p, thread)
     if p.shared:
         begin, end = share_of(W, thread, p.threads, np.int64(16))  # a number's sum is the same for any share
-    if p.packed_x != 0:
-        _project_frame(p, scratch + (2 * W + 6 * H + 64) * size, like)
+    if p.packs:
+        _pack_both(p, thread, like)
+    if p.packed_x != 0 or p.weight_x != 0:
+        _project_frame(p, first, last, scratch + (2 * W + 6 * H + 64) * size, like)
     for t in range(p.begin, p.end):
         busy, z = alive(p, t), p.z + at * p.z_row * size
         count = count_of(first, min(busy, last), step)
@@ -192,7 +207,7 @@ def forward_rows(address, thread, like):
             _kept_row(p, t, case_of(p, slot), like)
         if p.shared:
             meet()
-    if p.packed_x != 0:
+    if p.streams:
         count = p.batch * H
         rows.copy(p.hist + count * size, p.hist, count, like)
         if p.out != 0:

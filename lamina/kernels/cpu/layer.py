@@ -356,8 +356,8 @@ class _Matrices:
         self.d_input = None
         if wanted["input"]:
             self.d_input = torch.empty_like(x) if call.ragged is None else torch.zeros_like(x)
-        self.d_ih = _SumOfProducts(self.weight_ih) if wanted["weight_ih"] else None
-        self.d_hh = _SumOfProducts(_there(by_name["weight_hh"])) if wanted["weight_hh"] else None
+        self.d_ih = SumOfProducts(self.weight_ih) if wanted["weight_ih"] else None
+        self.d_hh = SumOfProducts(_there(by_name["weight_hh"])) if wanted["weight_hh"] else None
 
     def add(self, begin: int, end: int, raw: Tensor, summed: Tensor) -> None:
         """Of steps begin to end; ``raw``, ``summed``: gradients of the two products, a row for each step and case."""
@@ -395,7 +395,7 @@ class _Matrices:
         return {"input": self.d_input, **found}
 
 
-class _SumOfProducts:
+class SumOfProducts:
     """left^T right over many rows, summed in blocks: one float32 sum over all rows is off by 1e-5 of its value.
 
     torch.addmm goes on with the sum that it is given, row by row, so no product's sum has more than ``PIECE`` rows.

@@ -230,6 +230,14 @@ def pack(weight, depth, columns, turned, packed, first, last, like):
 
 
 @part
+def pack_share(weight, depth, columns, turned, packed, thread, threads, like):
+    """A thread's panels of a matrix."""
+    count = (columns * bytes_of(like) + PANEL - 1) // PANEL
+    first, last = count * thread // threads, count * (thread + 1) // threads
+    pack(weight, depth, columns, turned, packed + first * depth * PANEL, first, last, like)
+
+
+@part
 def project(a, rows, depth, packed, columns, c, ldc, spare, like):
     """c[rows, columns] = a[rows, depth] times a packed matrix; ``spare`` has room for one panel of STRETCH rows."""
     apart()
@@ -277,7 +285,7 @@ def outer(left, right, rows, height, width, c, first, last, add, spare, like):
     size = bytes_of(like)
     across, panels = PANEL // size, (width * size + PANEL - 1) // PANEL
     right_packed = spare + ROWS * PANEL
-    left_packed = right_packed + panels * DEPTH * PANEL
+    left_packed = right_packed + panels * min(DEPTH, rows) * PANEL
     for begin in range(0, rows, DEPTH):
         depth, more = min(DEPTH, rows - begin), add or begin > 0
         pack(right + begin * width * size, depth, width, False, right_packed, np.int64(0), panels, like)

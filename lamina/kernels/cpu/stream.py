@@ -37,7 +37,7 @@ class Step:
             threads=1, shared=False, begin=0, end=1, summed=job.empty(batch, width), hist=self.hist, c_step=0,
             c_hist=self.c if lstm else self.c[:0],
             scratch=job.empty(2 * width + 6 * hidden + 64 + STRETCH * panel_width(x.element_size())),
-            depth=x.shape[2], packed_x=packed(weight_ih, True), columns=width,
+            depth=x.shape[2], packed_x=packed(weight_ih, True), columns=width, streams=True,
         )  # fmt: skip
         self.output = self.hist[1]
         self.numbers, self.address = job.numbers, ctypes.addressof(job.numbers)
