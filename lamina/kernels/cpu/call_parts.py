@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import rows
 from .jit import apart, bytes_of, numbers, part
-from .rows import constant, moments
+from .rows import constant, moments_at_once
 
 RNN, LSTM, GRU, DREAMER = range(4)
 NOWHERE, ON_HH, ON_SUM = range(3)
@@ -25,7 +24,7 @@ def norms(p, x, groups, sizes, out, like):
     eps, std, gate = numbers(p.eps, 1, like)[0], p.std != 0, 0
     for group in range(groups):
         span = counts[group] * H
-        mean, rstd = moments(x + gate * H * size, span, rows.total(x + gate * H * size, span, like), eps, std, like)
+        mean, rstd = moments_at_once(x + gate * H * size, span, eps, std, like)
         for _ in range(counts[group]):
             found[2 * gate], found[2 * gate + 1] = mean, rstd
             gate += 1

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..forms import CELLS, SITES, Setting, form_of
 from ..given import NAMES, STEP, Given
 from ..given import there as _there
-from . import team
+from . import machine, team
 from .call_record import PLACES
 from .machine import DEPTH, LEFTS, STRETCH, TILE, panel_width
 
@@ -58,7 +58,12 @@ class Job:
         team.run(f"{name}_{KINDS[self.dtype]}", ctypes.addressof(self.numbers), threads)
 
     def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype)
+        """Return uninitialised memory, in huge pages where it is large."""
+        tensor = torch.empty(shape, dtype=self.dtype)
+        size = tensor.numel() * tensor.itemsize
+        if size >= machine.HUGE:
+            machine.use_huge_pages(tensor.data_ptr(), size)
+        return tensor
 
     def full(self, count: int, value: float) -> Tensor:
         """Of one value; never written to."""

@@ -6,13 +6,18 @@ What lies there was made from exactly this, for exactly this machine.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import mmap
 import os
 import platform
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+HUGE = 2**22  # bytes from which memory is asked for in huge pages
+PAGE = 2**21  # bytes of a huge page
 VECTORS = 2  # of a panel of a packed matrix
 DEPTH = 256  # rows that a product for a matrix's gradient takes at once
 LEFTS = 16  # panels of its left factor that it takes at once
@@ -33,6 +38,25 @@ def features() -> tuple[str, str]:
     if name not in (None, "", "host"):
         return str(name), asked or ""
     return binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten() if asked is None else asked
+
+
+@cache
+def _madvise() -> Any:
+    """The system's madvise; None where there is none, or no huge pages."""
+    try:
+        function = ctypes.CDLL(None).madvise if hasattr(mmap, "MADV_HUGEPAGE") else None
+    except (OSError, AttributeError, TypeError):
+        return None
+    if function is not None:
+        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
+
+
+def use_huge_pages(start: int, size: int) -> None:
+    """Ask for huge pages: 2,000 page faults of 4 KiB cost as much as a tenth of a training step."""
+    if function := _madvise():
+        first = -(-start // PAGE) * PAGE
+        function(first, (start + size - first) // PAGE * PAGE, mmap.MADV_HUGEPAGE)
 
 
 @cache

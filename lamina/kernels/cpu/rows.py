@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import simd as v
-from .jit import apart, part
+from .jit import apart, numbers, part
 from .simd import Lanes, loop
 
 
@@ -54,7 +54,29 @@ def moments(x, count, total, eps, std, like):
     mean = total / constant(float(count), like)
     rest, squares = _around(x, count, mean, like)
     rest /= constant(float(count), like)
-    var = max(squares / constant(float(count), like) - rest * rest, like)
+    return _with_deviation(mean, rest, squares / constant(float(count), like) - rest * rest, eps, std, like)
+
+
+FAR = 8.0  # times the variance: a shift whose distance from the mean, squared, is more than this costs digits
+
+
+@part
+def moments_at_once(x, count, eps, std, like):
+    """The same of a row whose total nobody knows, in one pass: around its first number, if that is near the mean."""
+    apart()
+    shift = numbers(x, 1, like)[0]
+    rest, squares = _around(x, count, shift, like)
+    rest /= constant(float(count), like)
+    var = squares / constant(float(count), like) - rest * rest
+    if rest * rest > constant(FAR, like) * var:
+        return moments(x, count, total(x, count, like), eps, std, like)
+    return _with_deviation(shift, rest, var, eps, std, like)
+
+
+@part
+def _with_deviation(mean, rest, var, eps, std, like):
+    """The mean and 1/deviation from moments around a number near the mean."""
+    var = max(var, like)
     deviation = np.sqrt(var) + eps if std else np.sqrt(var + eps)
     if deviation > like and deviation < constant(np.inf, like):
         return mean + rest, constant(1.0, like) / deviation
