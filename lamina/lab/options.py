@@ -36,7 +36,9 @@ class Settings:
     command: as it was typed, for the runs' headers. hours: after which every run saves a checkpoint and ends.
     """
 
-    scale: Annotated[str, _option("all that the claims compare at this size: smoke, laptop or paper")] = ""
+    scale: Annotated[
+        str, _option("all that the claims compare at this size: smoke, laptop, paper, or an exploration")
+    ] = ""
     seeds: Annotated[int | None, whole("number of seeds (default: the scale's, or 1)", 1, 1000)] = None
     first_seed: Annotated[int, whole("the first of them", 0, 2**31)] = 0
     tuned: Annotated[str | None, _option("record of lamina tune: each variant with what was chosen for it")] = None

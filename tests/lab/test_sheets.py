@@ -16,7 +16,7 @@ from lamina.lab.cli.jobs import jobs_of_scale
 from lamina.lab.experiment import Job, Sheet
 from lamina.lab.experiments import SHEETS, find
 from lamina.lab.experiments.convnet.claims import LAYERS
-from lamina.lab.reports import verdicts
+from lamina.lab.reports import page, records, verdicts
 from lamina.lab.results import Metric, Results
 from lamina.lab.runs.progress import Reporter
 from lamina.lab.statistics import HEADLINE_SEEDS, MIN_SEEDS
@@ -285,3 +285,22 @@ def test_figures_tables_and_claims_show_what_runs_write(sheet, produced):
         measured = claim.measure.metric if isinstance(claim.measure, (Speed, Quality)) else ""
         assert {measured, claim.final} - {""} <= metrics, claim.name
         assert {*claim.ours, *claim.baseline} <= settings
+
+
+def test_explorations_stand_beside_their_claim_and_count_in_no_tally(tmp_path):
+    sheet = find("mnist")
+    claim = next(claim for claim in sheet.claims if claim.name == "robust-ln")
+    data = {"name": "mnist", "kind": "real", "label": "MNIST (real)", "sha256": {}}
+    for scale, better in (("paper", 0.5), ("same_updates", 1.1)):  # how much better ours is than the baseline
+        sides = zip((claim.ours, claim.baseline), (1 / better, 1.0), NOISE)
+        runs = [run(sheet, side, seed, level + noise[seed] / 50) for side, level, noise in sides for seed in range(5)]
+        record = {"schema": records.SCHEMA, "kind": "experiment", "experiment": "mnist", "scale": scale, "data": data}
+        records.save(records.judged({**record, "runs": runs, "notes": []}), tmp_path)
+    done = page.build([tmp_path], tmp_path / "report")
+    assert done.real == page.Tally(0, 0, len([c for c in sheet.claims if c.claimed]) - 1, 1)
+    text = done.markdown.read_text()
+    line = next(line for line in text.splitlines() if "Explored: [" in line)
+    assert "same updates" in line
+    assert sheet.scales["same_updates"].about in line
+    assert text.count("[Permutation-invariant MNIST, exploration") == 0  # in no table of claims
+    assert "Explored:" in done.html.read_text()

@@ -122,8 +122,11 @@ def list_experiments() -> None:
     sheets = SHEETS.values()
     rows = [[s.name, s.section, s.title, ", ".join(s.datasets)] for s in sheets]
     table("Experiments", ["Name", "Section", "Title", "Data sets"], rows)
-    sizes = [[s.name, name, str(size.seeds), size.about] for s in sheets for name, size in s.scales.items()]
-    table("Scales", ["Experiment", "Scale", "Seeds", "Data and time"], sizes)
+    sizes = [(s.name, name, size) for s in sheets for name, size in s.scales.items()]
+    rows = [[experiment, name, str(size.seeds), size.about] for experiment, name, size in sizes if not size.explores]
+    table("Scales", ["Experiment", "Scale", "Seeds", "Data and time"], rows)
+    rows = [[experiment, name, size.explores, size.about] for experiment, name, size in sizes if size.explores]
+    table("Explorations (--scale): why a claim did not reproduce", ["Experiment", "Name", "Claim", "Change"], rows)
     example = next(iter(SHEETS))
     for command, meaning in (
         (f"lamina run {example}", "one run with the paper's settings"),
