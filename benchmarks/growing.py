@@ -71,22 +71,28 @@ class Growing:
             self._go_on(_read(self.out))
 
     def _go_on(self, record: Case) -> None:
-        now = {**{k: self.environment[k] for k in ("commit", "dirty", "machine")}, "command": self.head["command"]}
-        for name, value in now.items():
-            made = record["command"] if name == "command" else record["environment"][name]
-            if made != value:
-                raise SystemExit(f"{self.out} was made with {name} {made}, this is {value}: measure all anew.")
+        for name, made, value in _differences(record, self.environment, self.head["command"]):
+            raise SystemExit(f"{self.out} was made with {name} {made}, this is {value}: measure all anew.")
         self.rows, self.failed = record["rows"], record.get("failed", [])
         self.begun, self.longest = record.get("begun"), record.get("longest", LONG)
         if self.begun is not None and self.begun["times"] >= TRIES:
             self._fail(self.begun["case"], f"the process ended during this case, {TRIES} times")
 
-    def left(self, cases: Iterable[Case]) -> list[Case]:
+    def left(self, cases: Sequence[Case]) -> list[Case]:
         """Those that are neither in the record nor known to fail."""
-        return [c for c in cases if not any(_is_of(row, c) for row in [*self.rows, *(f["case"] for f in self.failed)])]
+        known, kinds = [*self.rows, *(f["case"] for f in self.failed)], {*map(frozenset, cases)}
+        keys = {names: {_key(row, names) for row in known if names <= row.keys()} for names in kinds}
+        return [case for case in cases if _key(case) not in keys[frozenset(case)]]
 
     def measure(self, cases: Sequence[Case], measure: Callable[..., Case], show: Callable[[Case], str]) -> int:
         """All cases that are left, as long as there is time; the exit status."""
+        try:
+            return self._measure_all(cases, measure, show)
+        except KeyboardInterrupt:  # asked to stop: the case that was begun did not fail
+            print(f"Stopped: {len(self.left(cases))} cases are left. Go on with --keep.", flush=True)
+            return self._ended(cases, LEFT)
+
+    def _measure_all(self, cases: Sequence[Case], measure: Callable[..., Case], show: Callable[[Case], str]) -> int:
         for count, case in enumerate(left := self.left(cases)):
             if time.monotonic() + self.longest > self.until:
                 print(f"{len(left) - count} cases are left: no time for another. Go on with --keep.", flush=True)
@@ -125,8 +131,9 @@ class Growing:
     def write(self, cases: Sequence[Case]) -> None:
         """Whole or not at all: a process may be killed while it writes."""
         order = {_key(case): at for at, case in enumerate(cases)}
-        places = {id(row): next((order[_key(c)] for c in cases if _is_of(row, c)), len(order)) for row in self.rows}
-        rows = sorted(self.rows, key=lambda row: places[id(row)])
+        kinds = {*map(frozenset, cases)}
+        end = len(order)  # where rows of other cases stand
+        rows = sorted(self.rows, key=lambda row: min((order.get(_key(row, n), end) for n in kinds), default=end))
         now = {"begun": self.begun, "left": len(self.left(cases)), "longest": self.longest}
         record = {
             "schema": records.SCHEMA, "environment": self.environment, **self.head, "rows": rows,
@@ -166,8 +173,24 @@ def source(record: Case) -> str:
     return f"{where}, torch {versions['torch']}, commit {made['commit'][:12]}"
 
 
-def _key(case: Case) -> str:
-    return json.dumps(case, sort_keys=True)
+def stopped(out: Path, command: str) -> bool:
+    """Return whether this very command, at this commit on this machine, was stopped and left its record there."""
+    record = _read(out) if out.exists() else {}
+    return bool(record.get("left")) and not any(_differences(record, records.environment(), command))
+
+
+def _differences(record: Case, environment: Case, command: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what differs between a record's making and now: its name, the record's value and the value now."""
+    for name in ("commit", "dirty", "machine"):
+        if record["environment"][name] != environment[name]:
+            yield name, record["environment"][name], environment[name]
+    if record["command"] != command:
+        yield "command", record["command"], command
+
+
+def _key(case: Case, names: Iterable[str] | None = None) -> str:
+    """Return a case, or what a row says under the names of one, as text that can be compared."""
+    return json.dumps(case if names is None else {name: case.get(name) for name in names}, sort_keys=True)
 
 
 def _is_of(row: Case, case: Case) -> bool:

@@ -447,7 +447,7 @@ if __name__ == "__main__":
     if sys.argv[1:3] == ["--device", "cpu"]:
         import speed_cpu
 
-        speed_cpu.main(sys.argv[3:])
+        sys.exit(speed_cpu.main(sys.argv[3:]))
     elif sys.argv[1:2] == ["--op"]:
         parts = {"layer_norm": "speed_norm", "layers": "speed_layers", "cell": "speed_cell"}
         if sys.argv[2:3] == [] or sys.argv[2] not in parts:
