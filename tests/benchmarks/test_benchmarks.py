@@ -98,6 +98,23 @@ def test_no_case_begins_that_may_not_end_in_time(growing, tmp_path, monkeypatch)
     assert (record["left"], record["longest"], record["begun"]) == (2, 25, None)
 
 
+def test_a_run_that_is_asked_to_stop_counts_nothing_as_failed(growing, tmp_path):
+    def measure(cell, shape):
+        if (cell, shape[0]) == ("LSTM", 2):
+            raise KeyboardInterrupt
+        return {"time": 1.0}
+
+    for _ in range(growing.TRIES + 1):
+        status, _, record = measured(growing, tmp_path / "a.json", measure)
+        assert (status, record["left"], record["begun"], record["failed"]) == (growing.LEFT, 3, None, [])
+    command = head()["command"]
+    assert growing.stopped(tmp_path / "a.json", command)
+    assert not growing.stopped(tmp_path / "a.json", f"{command} --rounds 9")
+    assert not growing.stopped(tmp_path / "b.json", command)
+    measured(growing, tmp_path / "a.json")
+    assert not growing.stopped(tmp_path / "a.json", command)
+
+
 def test_a_device_that_is_lost_ends_the_process(growing, tmp_path, monkeypatch):
     """After a bad access every call fails: the other cases are for the next process."""
     monkeypatch.setattr(growing, "_device_answers", lambda: False)
