@@ -98,7 +98,7 @@ class Plan:
     cells: tuple[str, ...] = CELLS
     threads: tuple[int, ...] = (1, 2)
     processes: int = 3
-    rounds: int = 5
+    rounds: int = 4
     shapes: tuple[Shape, ...] = LISTED
     loops: bool = True  # time the eager loop too
     besides: bool = True  # measure streams, memory and first calls too

@@ -152,7 +152,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default=",".join(CELLS))
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--drawn", type=int, default=20, help="how many shapes are drawn besides the listed ones")
     parser.add_argument("--seed", type=int, default=SEED, help="seed of the drawn shapes")
