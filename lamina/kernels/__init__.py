@@ -228,7 +228,9 @@ def _common_obstacle(request: Request) -> str:
         return "proj_size is not fused"
     if request.transformed:
         return "torch.func transforms and forward-mode gradients need plain operations"
-    return "the batch is empty" if request.batch == 0 else ""
+    if request.batch == 0:
+        return "the batch is empty"
+    return "the layer has no units" if request.hidden == 0 else ""
 
 
 def _fused(request: Request, backend: str, forced: bool) -> Choice:
@@ -241,8 +243,8 @@ def _fused(request: Request, backend: str, forced: bool) -> Choice:
         )
     named = "asked for by name; " if forced else ""
     if backend == "numba":
-        what = "a step" if request.single_step else "all steps"
-        return Choice("numba", f"{named}{what} in one compiled kernel on torch's threads{again}", path="cpu")
+        what = "a step and its products" if request.single_step else "all steps and products"
+        return Choice("numba", f"{named}{what} in compiled kernels on torch's threads{again}", path="cpu")
     if request.single_step:
         return Choice(
             "triton", f"{named}two products, of few rows in one kernel, and one kernel for the rest{again}", path="cell"

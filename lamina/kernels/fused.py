@@ -36,7 +36,7 @@ def run(call: Recurrence, path: str) -> SequenceResult:
 
         return cell.run(call)
     turned = call.forwards()
-    valid = _valid(turned)
+    valid = None if path == "cpu" else _valid(turned)  # a CPU's kernels read no padding and write zeros there
     tensors, extras = tensors_of(turned, valid), extras_of(turned)
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if torch.compiler.is_compiling() or watched(call.input) or watched(call.weights.weight_hh):
@@ -284,9 +284,11 @@ def _again(setting: Setting, tensors: Tensors, extras: Tensors) -> Recurrence:
     count = 2 if setting.cell == "LSTM" else 1
     state, anew = ((by_name[h], by_name[c])[:count] for h, c in (("h", "c"), NAMES[STEP:]))
     weights: dict[str, Any] = {name: by_name[name] for name in NAMES[3:STEP]}
-    norm = None if setting.norm == "none" else setting.norm
+    norm, x = None if setting.norm == "none" else setting.norm, there(by_name["input"])
+    if lengths is not None:
+        x = zero_unless(reference.valid_steps(lengths, x.shape[0]).unsqueeze(-1), x)
     return Recurrence(
-        setting.cell, there(by_name["input"]), state, CellWeights(**weights), norm, setting.where, setting.eps,
+        setting.cell, x, state, CellWeights(**weights), norm, setting.where, setting.eps,
         setting.eps_mode, setting.nonlinearity, lengths, resets, False, (keep_h, keep_c), drop, reset_state=anew,
     )  # fmt: skip
 

@@ -157,20 +157,13 @@ def _sides_again(p, row, a, ah, notes, like):
 
 
 @part
-def _add_upstream(p, t, b, like):
-    """The gradient of the output to that of the state."""
-    if p.d_out != 0:
-        dh = p.dh + b * p.hidden * bytes_of(like)
-        rows.plus(dh, p.d_out + (t * p.batch + b) * p.hidden * bytes_of(like), dh, p.hidden, like)
-
-
-@part
 def _backward_row(p, t, b, row, scratch, share, like):
     """dh and dc of a case's state after step t become, but for the product, those of its state before."""
     size, H = bytes_of(like), p.hidden
     W, place, at = p.gates * H, b * H * size, (row - row_of(p, p.begin, np.int64(0))) * p.gates * H * size
     d_raw, d_summed, dh, dc, past = p.d_raw + at, p.d_summed + at, p.dh + place, p.dc + place, p.past + place
-    _add_upstream(p, t, b, like)
+    if p.d_out != 0:
+        rows.plus(dh, p.d_out + (t * p.batch + b) * H * size, dh, H, like)
     rows.fill(past, H, like, like)
     a = scratch + NOTES * size
     ah, seen, past_c = a + W * size, a + (W + H) * size, a + (W + 3 * H) * size
@@ -200,17 +193,10 @@ def _backward_row(p, t, b, row, scratch, share, like):
 def _arrived(p, t, b, through, like):
     """dh of the state before a step: through the product, dropped units aside, and past it."""
     row, H = b * p.hidden * bytes_of(like), p.hidden
+    dh, dc = p.dh + row, p.dc + row
     if p.drop != 0:
         rows.times(through, p.drop + row, through, H, like)
-    rows.plus(through, p.past + row, p.dh + row, H, like)
-    _through_reset(p, t, b, like)
-
-
-@part
-def _through_reset(p, t, b, like):
-    """Where a case starts anew at a step, the gradient goes to the state after a reset."""
-    row, H = b * p.hidden * bytes_of(like), p.hidden
-    dh, dc = p.dh + row, p.dc + row
+    rows.plus(through, p.past + row, dh, H, like)
     if p.resets != 0 and numbers(p.resets, (t + 1) * p.batch, np.uint8(0))[t * p.batch + b]:
         rows.plus(p.d_reset_h + row, dh, p.d_reset_h + row, H, like)
         rows.fill(dh, H, like, like)
@@ -299,10 +285,6 @@ def backward_rows(address, thread, like):
             product(left, W * step, count, W, p.packed, p.panels, z, p.z_row, like)
         for n in range(count):
             _arrived(p, t, case_of(p, first + n * step), z + n * p.z_row * size, like)
-        for slot in range(first + count * step, last, step):
-            b = case_of(p, slot)
-            _add_upstream(p, t, b, like)
-            _through_reset(p, t, b, like)
     if p.left != 0:
         _single_step(p, thread, first, last, scratch + (W + 6 * H + 64) * size, like)
     _add_block(share, total, sums, like)

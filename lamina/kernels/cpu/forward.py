@@ -101,15 +101,6 @@ def _lstm(p, a, c_old, c, h, like):
 
 
 @part
-def _kept_row(p, t, b, like):
-    """The state of a case that has ended."""
-    at, H = b * p.hidden * bytes_of(like), p.hidden
-    rows.copy(old_h(p, t, b, like), p.hist + (t + 1) * p.batch * H * bytes_of(like) + at, H, like)
-    if p.cell == LSTM:
-        rows.copy(old_c(p, t, b, like), p.c_hist + (t + 1) * p.c_step + at, H, like)
-
-
-@part
 def _forward_row(p, t, b, row, z, scratch, like):
     """A case's step; ``row``: where it lies in tensors without padding, ``z``: its recurrent product."""
     size, H = bytes_of(like), p.hidden
@@ -204,7 +195,8 @@ def forward_rows(address, thread, like):
             slot = first + n * step
             _forward_row(p, t, case_of(p, slot), row_of(p, t, slot), z + n * p.z_row * size, scratch, like)
         for slot in range(first + count * step, last, step):
-            _kept_row(p, t, case_of(p, slot), like)
+            b = case_of(p, slot)  # it has ended, and its output is 0
+            rows.fill(p.hist + ((t + 1) * p.batch + b) * H * size, H, like, like)
         if p.shared:
             meet()
     if p.streams:

@@ -146,7 +146,7 @@ class _Ragged:
     """
 
     def __init__(self, lengths: Tensor, steps: int, batch: int) -> None:
-        lengths = lengths.to(torch.int64)
+        self.lengths = lengths = lengths.to(torch.int64).clamp(max=steps)
         self.order = lengths.argsort(descending=True, stable=True)
         times = torch.arange(steps).unsqueeze(1)
         valid = times < lengths[self.order]
@@ -230,6 +230,12 @@ class Call(Job):
         """Return the row where a step's cases begin in tensors that hold no padding."""
         return step * self.batch if self.ragged is None else self.ragged.begins[step]
 
+    def last(self, states: Tensor) -> Tensor:
+        """Return each case's last state, of all states or of those that steps have overwritten."""
+        if self.ragged is None or states.shape[0] == 1:
+            return states[-1].clone()
+        return states[self.ragged.lengths, torch.arange(self.batch)]
+
     def without_padding(self, tensor: Tensor, begin: int, end: int) -> Tensor:
         """Return a row of the tensor [T, B, D] for each step and case from ``begin`` to ``end``, but no padding."""
         if self.ragged is None:
@@ -305,9 +311,9 @@ def forward(
     call.let_go(
         "weight", "packed", "z", "scratch", "hist", "c_hist", "xhat", "rstd"
     )  # who saves them decides how long they stay
-    c_n = c_hist[-1].clone() if lstm else hist.new_empty(0)
+    h_n, c_n = call.last(hist), call.last(c_hist) if lstm else hist.new_empty(0)
     kept = {"nothing": [], "states": [c_hist], "all": [summed, c_hist, xhat, rstd]}[keep]
-    return [hist, hist[-1].clone(), c_n, *kept]
+    return [hist, h_n, c_n, *kept]
 
 
 def backward(

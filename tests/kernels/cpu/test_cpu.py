@@ -529,6 +529,23 @@ def test_a_case_has_the_same_bits_whatever_the_lengths_of_others(cell, threads):
         assert torch.equal(h[0, case], whole[length - 1, case])
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["once", "differentiable"])
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_padding_is_not_read(cell, again):
+    """It may hold NaN, also where gradients are to be differentiated."""
+    layer, lengths = getattr(lamina, cell)(3, 8, dtype=torch.float64), torch.tensor([2, 5, 0, 4])
+    x, found = torch.randn(5, 4, 3, dtype=torch.float64), []
+    for padding in (0.0, float("nan")):
+        own = x.clone()
+        for case, length in enumerate(lengths):
+            own[length:, case] = padding
+        own.requires_grad_()
+        output, state = layer(own, lengths=lengths)
+        ends = [output.square().sum(), *(s.sum() for s in (state if cell == "LSTM" else (state,)))]
+        found.append(torch.autograd.grad(sum(ends), [own, *layer.parameters()], create_graph=again))
+    assert_same(found[1], found[0], 0.0)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_padding_is_not_multiplied(training, monkeypatch):
     """Neither by the input's matrix nor for its gradient, nor in the gradients of matrices."""
