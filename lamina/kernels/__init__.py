@@ -161,8 +161,10 @@ def interpreted() -> bool:
 
 def _triton_obstacle(request: Request, forced: bool) -> str:
     """Why the fused kernels cannot serve a recurrence on a GPU; empty when they can."""
-    obstacle = _device_obstacle(request, forced) or _cell_obstacle(request, forced) or _common_obstacle(request)
-    return obstacle or missing_triton()
+    obstacle = _device_obstacle(request, forced) or _cell_obstacle(request, forced)
+    if not obstacle and request.norm == "batch":
+        obstacle = "recurrent batch norm mixes the cases of a batch"
+    return obstacle or _common_obstacle(request) or missing_triton()
 
 
 def missing_triton() -> str:
@@ -196,7 +198,16 @@ def _numba_obstacle(request: Request, forced: bool) -> str:
         return "numba's kernels run on CPUs only"
     if request.dtype not in CPU_DTYPES:
         return f"the kernels compute in float32 and float64, not {str(request.dtype).removeprefix('torch.')}"
-    return _cpu_cell_obstacle(request, forced) or _common_obstacle(request) or missing_numba()
+    obstacle = _cpu_cell_obstacle(request, forced) or _common_obstacle(request)
+    return obstacle or _cpu_batch_norm_obstacle(request) or missing_numba()
+
+
+def _cpu_batch_norm_obstacle(request: Request) -> str:
+    if request.norm != "batch":
+        return ""
+    if torch.compiler.is_compiling():
+        return "under torch.compile batch norm's moments travel with the reference's operator only"
+    return "the layer has no units" if request.hidden == 0 else ""
 
 
 def missing_numba() -> str:
@@ -222,8 +233,6 @@ def _cpu_cell_obstacle(request: Request, forced: bool) -> str:
 def _common_obstacle(request: Request) -> str:
     if traced():
         return "torch.jit.trace records plain operations; of a kernel it would keep the numbers of one call"
-    if request.norm == "batch":
-        return "recurrent batch norm mixes the cases of a batch"
     if request.projection:
         return "proj_size is not fused"
     if request.transformed:
@@ -236,9 +245,10 @@ def _common_obstacle(request: Request) -> str:
 def _fused(request: Request, backend: str, forced: bool) -> Choice:
     again = "; gradients of gradients take the reference's route"
     if request.recompute:
+        ignored = "torch.compile" if torch.compiler.is_compiling() else "batch norm" if request.norm == "batch" else ""
         again += (
-            "; recompute=True changes nothing under torch.compile"
-            if torch.compiler.is_compiling()
+            f"; recompute=True changes nothing under {ignored}"
+            if ignored
             else "; gates are made anew in the backward pass, a part of the sequence at a time"
         )
     named = "asked for by name; " if forced else ""

@@ -67,7 +67,7 @@ class Setting:
     """A recurrence without its tensors: what a call was asked to compute, forwards in time."""
 
     cell: str
-    norm: str  # "layer" or "none"
+    norm: str  # "layer", "batch" or "none"
     placement: str
     eps: float
     eps_mode: str
@@ -91,8 +91,8 @@ class Setting:
 
 
 def setting_of(call: Recurrence, path: str = "") -> Setting:
-    """The setting of a call whose norm is "layer" or none; weight norm is taken before the kernels."""
-    norm = "layer" if call.norm == "layer" else "none"
+    """The setting of a call whose norm is "layer", "batch" or none; weight norm is taken before the kernels."""
+    norm = call.norm if call.norm in ("layer", "batch") else "none"
     half = path != "cpu" and halves(call.weights.weight_hh.dtype, call.nonlinearity)
     factors = "half" if half else "same"
     return Setting(call.cell, norm, call.placement.name, call.eps, call.eps_mode, call.nonlinearity, factors)

@@ -10,7 +10,7 @@ that would be more than the GPU's own time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from types import ModuleType
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import notices, reference
 from ..checks import batched, watched
-from ..reference import CellWeights, Recurrence, SequenceResult
+from ..reference import CellWeights, Moments, Recurrence, SequenceResult
 from . import CPU_DTYPES, NO_NUMBA, interpreted, missing_numba, missing_triton, passes, recompute, replay, walk
 from .cpu import layer as cpu
 from .forms import Setting, form_of, kept_dtype, setting_of, statistics_shape
@@ -35,8 +35,12 @@ def run(call: Recurrence, path: str) -> SequenceResult:
         from . import cell
 
         return cell.run(call)
+    if call.norm == "batch":
+        from . import batch_normed
+
+        return batch_normed.run(call)
     turned = call.forwards()
-    valid = None if path == "cpu" else _valid(turned)  # a CPU's kernels read no padding and write zeros there
+    valid = None if path == "cpu" else valid_of(turned)  # a CPU's kernels read no padding and write zeros there
     tensors, extras = tensors_of(turned, valid), extras_of(turned)
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if torch.compiler.is_compiling() or watched(call.input) or watched(call.weights.weight_hh):
@@ -45,7 +49,7 @@ def run(call: Recurrence, path: str) -> SequenceResult:
         output = hist[1:]
     elif path == "cpu" and not train:  # an autograd function would cost a short sequence a twentieth of its time
         hist, h_n, c_n = cpu.forward(setting_of(call, path), tensors, extras, walk.NOTHING)
-        output, _ = _own(hist[1:])
+        output, _ = output_of(hist[1:])
     else:
         keep = walk.NOTHING if not train else walk.STATES if call.recompute else walk.ALL
         output, h_n, c_n = _Sequence.apply(setting_of(call, path), path, keep, *tensors, *extras)  # type: ignore[no-untyped-call]
@@ -62,7 +66,7 @@ def run_together(calls: Sequence[Recurrence], path: str) -> list[SequenceResult]
     if watched(first.input) or watched(first.weights.weight_hh) or not _alike(calls):
         return [run(call, path) for call in calls]
     turned = [call.forwards() for call in calls]
-    valid = _valid(turned[0])
+    valid = valid_of(turned[0])
     tensors = [t for call in turned for t in tensors_of(call, valid)]
     extras = [t for call in turned for t in extras_of(call)]
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -83,7 +87,7 @@ def run_stack(calls: Sequence[Recurrence], masks: Sequence[Tensor | None]) -> tu
     """
     calls = [call.forwards() for call in calls]
     first = calls[0]
-    valid = _valid(first)
+    valid = valid_of(first)
     tensors = tensors_of(first, valid)
     for call, mask in zip(calls[1:], masks, strict=True):
         little = replace(call, input=call.input[:1, :1])  # nothing of its size is made
@@ -127,7 +131,7 @@ def cpu_step(setting: Setting, x: Tensor, *given: Tensor | None) -> tuple[Tensor
     return (h, c) if setting.cell == "LSTM" else (h,)
 
 
-def _valid(call: Recurrence) -> Tensor | None:
+def valid_of(call: Recurrence) -> Tensor | None:
     """[T, B, 1]: where a case still has steps."""
     return None if call.lengths is None else reference.valid_steps(call.lengths, call.input.shape[0]).unsqueeze(-1)
 
@@ -157,8 +161,8 @@ class _Sequence(torch.autograd.Function):
             output, h_n, c_n = ctx.lease.space.walk(tensors, extras)
         else:
             hist, h_n, c_n, *kept = _states(ctx, tensors, extras, ctx.call)
-            output, shared = _own(walker.output(hist))
-            ctx.version = _Version(output) if shared and keep != walk.NOTHING else None
+            output, shared = output_of(walker.output(hist))
+            ctx.version = OutputVersion(output) if shared and keep != walk.NOTHING else None
             kept = [hist, *kept]
         if keep != walk.NOTHING:
             ctx.save_for_backward(*given, *kept)
@@ -205,7 +209,7 @@ def _states(ctx: Any, tensors: Tensors, extras: Tensors, call: cpu.Call | None) 
     return found
 
 
-def _own(view: Tensor) -> tuple[Tensor, bool]:
+def output_of(view: Tensor) -> tuple[Tensor, bool]:
     """Return an output that may change in place, not a view to autograd, and whether it shares the states' memory."""
     if view.numel() <= COPIED and not view.is_cuda:
         return view.clone(), False
@@ -213,7 +217,7 @@ def _own(view: Tensor) -> tuple[Tensor, bool]:
     return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), shape, stride), True
 
 
-class _Version:
+class OutputVersion:
     """Detects in-place changes of an output, whose memory backward reads, without keeping that memory alive.
 
     The detached tensor shares the output's version counter; its data are replaced by an empty tensor.
@@ -244,14 +248,20 @@ def _walker(path: str, count: int) -> ModuleType:
 
 
 def differentiable_gradients(
-    setting: Setting, tensors: Tensors, extras: Tensors, grads: Tensors, needed: Sequence[bool], path: str = ""
+    setting: Setting,
+    tensors: Tensors,
+    extras: Tensors,
+    grads: Tensors,
+    needed: Sequence[bool],
+    path: str = "",
+    population: Mapping[str, Moments] | None = None,
 ) -> list[Tensor | None]:
     """The gradients by the reference's own graph, which can be differentiated again and serves batches of them."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Views end gradients here, though one tensor may have been made from another.
         tensors = [t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needed)]
-        outputs = _outputs_again(setting, tensors, extras, path)
+        outputs = _outputs_again(setting, tensors, extras, path, population)
     pairs = [(o, g) for o, g in zip(outputs, grads) if g is not None and o is not None]
     wanted = [t for t, need in zip(tensors, needed) if need and t is not None]
     ends, arriving = [o for o, _ in pairs], [g for _, g in pairs]
@@ -259,17 +269,19 @@ def differentiable_gradients(
     return [next(found) if need and t is not None else None for t, need in zip(tensors, needed)]
 
 
-def _outputs_again(setting: Setting, tensors: Tensors, extras: Tensors, path: str) -> Sequence[Tensor | None]:
+def _outputs_again(
+    setting: Setting, tensors: Tensors, extras: Tensors, path: str, population: Mapping[str, Moments] | None
+) -> Sequence[Tensor | None]:
     """Output, final h and c by the reference: of one recurrence, of several, or of layers one above another."""
     if len(tensors) == COUNT:
-        result = reference.evaluate(_again(setting, tensors, extras))
+        result = reference.evaluate(replace(recurrence_of(setting, tensors, extras), population=population))
         return result.output, *result.state
     results: list[SequenceResult] = []
     for own, others in zip(_by(tensors, COUNT), _by(extras, len(EXTRAS))):
         if path == "stack" and results:  # what stands for the input is a mask of it
             below = results[-1].output
             own = [below if own[0] is None else (below * own[0]).to(below.dtype), *own[1:]]
-        results.append(reference.evaluate(_again(setting, own, others)))
+        results.append(reference.evaluate(recurrence_of(setting, own, others)))
     states = [torch.stack(kind) for kind in zip(*(result.state for result in results))]
     return results[-1].output if path == "stack" else torch.stack([r.output for r in results]), *states
 
@@ -278,7 +290,7 @@ def _by(given: Tensors, size: int) -> list[list[Tensor | None]]:
     return [list(given[at : at + size]) for at in range(0, len(given), size)]
 
 
-def _again(setting: Setting, tensors: Tensors, extras: Tensors) -> Recurrence:
+def recurrence_of(setting: Setting, tensors: Tensors, extras: Tensors) -> Recurrence:
     """The call that a setting and its tensors were made from, forwards in time."""
     by_name, (lengths, resets, keep_h, keep_c, drop) = dict(zip(NAMES, tensors)), extras
     count = 2 if setting.cell == "LSTM" else 1
@@ -318,7 +330,7 @@ def _by_reference(setting: Setting, path: str, tensors: Tensors, extras: Tensors
     if path == "cpu" and missing_numba() == NO_NUMBA:
         notices.warn("numba")
     x, first, weight_hh = there(tensors[0]), tensors[1], there(tensors[4])
-    result = reference.evaluate(_again(setting, tensors, extras))
+    result = reference.evaluate(recurrence_of(setting, tensors, extras))
     h_n, c_n = (*result.state, x.new_empty(0))[:2]
     first = h_n.new_zeros(h_n.shape) if first is None else first
     shapes = cpu.shapes(setting, x, weight_hh, keep in walk.WHOLE)[3:] if path == "cpu" else []

@@ -30,7 +30,7 @@ def tensors_of(call: Recurrence, valid: Tensor | None) -> list[Tensor | None]:
     x = call.input if valid is None else zero_unless(valid, call.input)
     w = reference.effective_weights(call)
     where = call.placement
-    sites = (where.ih, where.hh, where.sum, where.cell) if call.norm == "layer" else ((),) * 4
+    sites = (where.ih, where.hh, where.sum, where.cell) if call.norm in ("layer", "batch") else ((),) * 4
     # A gain without a norm to stand behind is not looked at; weight norm has used its own.
     gains = [g if site else None for g, site in zip((w.gain_ih, w.gain_hh, w.gain_sum, w.gain_cell), sites)]
     state = (*call.state, None)[:2]

@@ -41,6 +41,7 @@ CALLS = {
     "cell": lambda: lamina.GRUCell(3, 5)(X[0]),
     "stream": lambda: lamina.stream(lamina.RNN(3, 5).eval())(X[0, :1]),
     "recompute": lambda: lamina.GRU(3, 5, recompute=True)(X),
+    "batch norm": lambda: lamina.LSTM(3, 5, norm="batch")(X),
     "compiled": lambda: torch.compile(lamina.GRU(3, 5), fullgraph=True, backend="aot_eager")(X),
 }
 
@@ -56,7 +57,6 @@ def test_without_numba_one_warning_names_the_remedy(call, without_numba):
 
 OWN_REASONS = {
     "by name": lambda: lamina.LSTM(3, 5, backend="reference")(X),
-    "batch norm": lambda: lamina.LSTM(3, 5, norm="batch")(X),
     "projection": lambda: lamina.LSTM(3, 5, proj_size=2)(X),
     "half": lambda: lamina.LSTM(3, 5, dtype=torch.bfloat16)(X.bfloat16()),
     "torch.func": lambda: torch.func.grad(lambda x: lamina.GRU(3, 5)(x)[0].sum())(X),

@@ -206,7 +206,7 @@ def _arrived(p, t, b, through, like):
 
 
 @part
-def _add_block(share, total, count, like):
+def add_block(share, total, count, like):
     """Add a block's sums to the float64 totals, and clear them for the next block."""
     apart()
     block, sums = numbers(share, count, like), numbers(total, count, np.float64(0.0))
@@ -270,7 +270,7 @@ def backward_rows(address, thread, like):
             _backward_row(p, t, case_of(p, slot), row_of(p, t, slot), scratch, share, like)
             rows_in_block += 1
             if rows_in_block == BLOCK:
-                _add_block(share, total, sums, like)
+                add_block(share, total, sums, like)
                 rows_in_block = 0
         before = row_of(p, p.begin, np.int64(0))
         left, z = p.d_raw + (row_of(p, t, first) - before) * W * size, p.z + at * p.z_row * size
@@ -287,4 +287,4 @@ def backward_rows(address, thread, like):
             _arrived(p, t, case_of(p, first + n * step), z + n * p.z_row * size, like)
     if p.left != 0:
         _single_step(p, thread, first, last, scratch + (W + 6 * H + 64) * size, like)
-    _add_block(share, total, sums, like)
+    add_block(share, total, sums, like)

@@ -25,6 +25,13 @@ FIELDS = (
     "totals",  # float64, of all rows
     "threads", "shared",  # shared: threads take columns of a product, and the first of them all rows
     "left", "rows", "depth", "columns", "turned", "out",  # of a product with many rows, and of packing
+    # Batch norm: a thread takes ``each`` units, or rows; bytes from one thread's packed matrix and z to the next's.
+    "each", "by_rows", "panel_step", "z_step",
+    "ends",  # lengths [B]; 0: none
+    # Mean, variance, 1/deviation of a site [T, .]; step: bytes a step, 0: one row for all; live: taken from this batch.
+    "mean_z", "var_z", "scale_z", "step_z", "live_z",  # of W_h h, or of the sum
+    "mean_xs", "var_xs", "scale_xs", "step_xs", "live_xs",  # of W_x x
+    "mean_c", "var_c", "scale_c", "step_c", "live_c",
     # of a single step, whose input [B, D] is ``left``: products are made here
     "packed_x", "streams",  # streams: the state moves to where the next step finds it, and to ``out``
     "weight_x", "packs",  # packs: both matrices are packed here, since nobody knows whether they have changed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .backward import backward_rows
+from .batch_norm import backward_units, forward_units
 from .call_parts import share_of
 from .code_cache import Code
 from .forward import forward_rows
@@ -68,6 +69,22 @@ def backward_float32(address):
 
 def backward_float64(address):
     backward_rows(address, np.int64(thread_number()), np.float64(0.0))
+
+
+def batch_forward_float32(address):
+    forward_units(address, np.int64(thread_number()), np.float32(0.0))
+
+
+def batch_forward_float64(address):
+    forward_units(address, np.int64(thread_number()), np.float64(0.0))
+
+
+def batch_backward_float32(address):
+    backward_units(address, np.int64(thread_number()), np.float32(0.0))
+
+
+def batch_backward_float64(address):
+    backward_units(address, np.int64(thread_number()), np.float64(0.0))
 
 
 def products_float32(address):

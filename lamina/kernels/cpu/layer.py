@@ -87,12 +87,12 @@ def _whole_numbers(values: tuple[int, ...]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64)
 
 
-def packed(weight: Tensor, turned: bool) -> Tensor:
+def packed(weight: Tensor, turned: bool, out: Tensor | None = None) -> Tensor:
     """A matrix, or its transpose, as products of several rows take it: [panels, depth, columns of a panel]."""
     depth, columns = (weight.shape[1], weight.shape[0]) if turned else weight.shape
     panel = panel_width(weight.element_size())
     job = Job(weight.dtype)
-    out = job.empty(-(-columns // panel), depth, panel)
+    out = job.empty(-(-columns // panel), depth, panel) if out is None else out
     job.set(weight=weight, depth=depth, columns=columns, turned=turned, packed=out)
     job.run("packs", team.threads())
     return out
@@ -168,6 +168,7 @@ class Call(Job):
         shared = self.batch == 1 and parts > 1
         self.threads = max(1, min(team.threads(), parts if shared else self.batch))
         form, where = self.form, setting.where
+        self.placement = where
         self.groups = where.groups(form.site) if form.site else ()
         self.set(
             steps=self.steps, batch=self.batch, hidden=self.hidden, gates=form.gates, cell=CELLS[form.cell],
@@ -272,7 +273,8 @@ def _scratch(call: Call, widths: int) -> Tensor:
     return call.empty(call.threads, size)
 
 
-def _first(state: Given, call: Call, out: Tensor) -> None:
+def start(state: Given, out: Tensor) -> None:
+    """Put the state before the first step in its place."""
     if state is None:
         out.zero_()
     else:
@@ -288,11 +290,11 @@ def forward(
     steps, batch, hidden, lstm = call.steps, call.batch, call.hidden, call.form.cell == "LSTM"
     x, weight_ih = _there(by_name["input"]), _there(by_name["weight_ih"])
     hist = call.empty(steps + 1, batch, hidden)
-    _first(by_name["h"], call, hist[0])
+    start(by_name["h"], hist[0])
     whole_c, train = keep != "nothing", keep == "all"
     c_hist = call.empty((steps + 1 if whole_c else 1) if lstm else 0, batch, hidden)
     if lstm:
-        _first(by_name["c"], call, c_hist[0])
+        start(by_name["c"], c_hist[0])
     xhat = call.empty(steps if train else 0, batch, call.width)
     rstd = call.empty(steps if train else 0, batch, len(call.groups))
     size = hist.element_size()
@@ -343,7 +345,7 @@ def backward(
         d_reset_h=d_reset_h, d_reset_c=d_reset_c, past=past, d_raw=d_raw, d_summed=d_summed, shares=shares,
         totals=totals, d_out=hist.new_empty(0) if d_out is None else d_out,
     )  # fmt: skip
-    found = _Matrices(call, by_name, hist, wanted)
+    found = MatrixGradients(call, by_name, hist, wanted)
     for end in range(steps, 0, -chunk):
         begin = max(0, end - chunk)
         call.set(begin=begin, end=end)
@@ -353,11 +355,16 @@ def backward(
     call.let_go("weight", "packed", "z", "scratch")
     states = {"h": dh, "c": dc, "reset_h": d_reset_h, "reset_c": d_reset_c}
     given = {**found.result(), **states, **_small(call, totals, by_name)}
-    found_in_order = [(t, given[name]) for name, t in by_name.items()]
-    return [None if t is None or d is None else d if d.dtype is t.dtype else d.to(t.dtype) for t, d in found_in_order]
+    return in_order(by_name, given)
 
 
-class _Matrices:
+def in_order(by_name: dict[str, Given], grads: dict[str, Any]) -> list[Given]:
+    """Gradients in the order of the tensors and in their dtypes; None where there is no tensor."""
+    pairs = [(t, grads[name]) for name, t in by_name.items()]
+    return [None if t is None or d is None else d if d.dtype is t.dtype else d.to(t.dtype) for t, d in pairs]
+
+
+class MatrixGradients:
     """Gradients of the matrices and of the input, chunk by chunk."""
 
     def __init__(self, call: Call, by_name: dict[str, Given], hist: Tensor, wanted: dict[str, bool]) -> None:

@@ -25,7 +25,7 @@ TILE = 8  # rows of a tile at most
 STRETCH = 128  # rows of a product that many rows are cut into: they stay in the second cache
 SOURCES = (
     "machine.py", "jit.py", "matmul.py", "simd.py", "rows.py", "call_record.py", "call_parts.py",
-    "forward.py", "backward.py", "entries.py",
+    "forward.py", "backward.py", "columns.py", "batch_norm.py", "entries.py",
 )  # fmt: skip
 
 

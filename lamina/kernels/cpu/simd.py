@@ -96,6 +96,14 @@ def _all(kind: Any, n: int) -> Any:
     return ir.Constant(kind, [n] * kind.count)
 
 
+def root(x: Lanes) -> Lanes:
+    """The square root; NaN below 0."""
+    kind = x.value.type
+    name = f"llvm.sqrt.v{kind.count}f{8 * x.size}"
+    sqrt = cgutils.get_or_insert_function(x.build.module, ir.FunctionType(kind, [kind]), name)
+    return x.like(x.build.call(sqrt, [x.value]))
+
+
 def one_plus_exp(x: Lanes) -> Lanes:
     """1 + e^-x: what a sigmoid is 1 over."""
     scale, rest = _exp((0.0 - x).within(LARGEST[x.size]))
