@@ -299,8 +299,7 @@ def test_explorations_stand_beside_their_claim_and_count_in_no_tally(tmp_path):
     done = page.build([tmp_path], tmp_path / "report")
     assert done.real == page.Tally(0, 0, len([c for c in sheet.claims if c.claimed]) - 1, 1)
     text = done.markdown.read_text()
-    line = next(line for line in text.splitlines() if "Explored: [" in line)
-    assert "same updates" in line
-    assert sheet.scales["same_updates"].about in line
+    line = next(line for line in text.splitlines() if "[Explored](#mnist-mnist-same_updates)" in line)
+    assert sheet.scales["same_updates"].about[1:] in line
     assert text.count("[Permutation-invariant MNIST, exploration") == 0  # in no table of claims
-    assert "Explored:" in done.html.read_text()
+    assert ">Explored</a>" in done.html.read_text()

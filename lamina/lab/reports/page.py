@@ -242,13 +242,16 @@ def _fill_from_sheet(section: Section, record: Record, sheet: Sheet) -> None:
     section.title, section.paper = sheet.title, sheet.section
     section.about = sheet.described(run["config"] for run in record["runs"])
     if explored := verdicts.exploration(record):
-        section.explores, section.about = explored.explores, f"Runs that change no verdict: {explored.about}."
+        section.explores, section.about = explored.explores, f"{explored.about[0].upper()}{explored.about[1:]}."
     about_claims = (
         (figures.draw_claims(record, sheet), "Each pair of runs with the same seed, and the verdict that follows."),
         (figures.draw_levels(record, sheet), "The comparison on the way to the target: at shares of the improvement."),
     )
     section.figures = [(drawing, caption) for drawing, caption in about_claims if drawing is not None]
-    section.figures += [(figures.draw(record, sheet, figure), _caption(figure)) for figure in sheet.figures]
+    if not section.explores:
+        section.figures += [(figures.draw(record, sheet, figure), _caption(figure)) for figure in sheet.figures]
+    else:
+        section.notes.append("These runs explore why a claim did not reproduce. They change no verdict.")
     section.tables = [_number_table(record, sheet), _pair_table(record, sheet)]
     section.raw = [_value_table(record, sheet), _run_table(record, sheet)]
     section.notes += _reading_notes(record, sheet)
