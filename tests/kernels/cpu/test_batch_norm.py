@@ -202,7 +202,7 @@ def test_the_same_bits_forward_where_threads_take_whole_vectors(cell, batch, dty
         assert all(torch.equal(a, b) for a, b in zip(found[0], others))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     row=st.sampled_from(BATCH),
     shape=st.tuples(*(st.integers(1, 7) for _ in range(3)), st.integers(1, 40)),
