@@ -1,7 +1,7 @@
-"""Batch-normalised recurrences on a CPU as torch sees them: a function with gradients, and the moments of each site.
+"""Batch-normalised recurrences on a CPU: the autograd function, and the moments of each site.
 
-A gradient that is to be differentiated again is taken through the reference, and so are calls that a mode watches or
-that want gradients of the population's moments.
+The reference computes gradients that will be differentiated again, calls under a dispatch mode, and calls that need
+gradients of the population's moments.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .given import COUNT, extras_of, tensors_of, zero_unless
 
 
 def run(call: Recurrence) -> SequenceResult:
-    """A batch-normalised recurrence through the CPU's kernels."""
+    """Run a batch-normalised recurrence in the CPU's kernels."""
     if watched(call.input) or watched(call.weights.weight_hh) or _learns_moments(call):
         return reference.evaluate(call)
-    turned = call.forwards()
-    valid = valid_of(turned)
-    tensors, extras = tensors_of(turned, valid), extras_of(turned)
+    forward_call = call.forwards()
+    valid = valid_of(forward_call)
+    tensors, extras = tensors_of(forward_call, valid), extras_of(forward_call)
     setting, population = setting_of(call, "cpu"), _each_step(call)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         moments: dict[str, Moments] = {}
@@ -49,19 +49,19 @@ def _learns_moments(call: Recurrence) -> bool:
 
 
 def _each_step(call: Recurrence) -> dict[str, Moments] | None:
-    """The population's moments of each step of a call, which is then one that begins at step 0."""
+    """Return the population's moments of each step of a call, indexed from 0."""
     if call.population is None:
         return None
-    steps, found = call.input.shape[0], {}
+    steps, moments = call.input.shape[0], {}
     for site in call.placement.sites():
         # As in the reference, several steps of W_x x are always the first ones.
         begin = 0 if site == "ih" and steps > 1 else call.first_step
-        found[site] = Moments(*(_rows(moment, begin, steps) for moment in call.population[site]))
-    return found
+        moments[site] = Moments(*(_rows(moment, begin, steps) for moment in call.population[site]))
+    return moments
 
 
 def _rows(stored: Tensor, begin: int, steps: int) -> Tensor:
-    """Rows of some steps; later steps than are stored have the last one's."""
+    """Return the stored rows of some steps; steps past the last stored one take its row."""
     count = stored.shape[0]
     if begin + steps <= count:
         return stored[begin : begin + steps]
@@ -69,7 +69,7 @@ def _rows(stored: Tensor, begin: int, steps: int) -> Tensor:
 
 
 class _Sequence(torch.autograd.Function):
-    """Outputs [T, B, H], the final h and the final c; ``moments`` receives those of the batch."""
+    """Autograd function of the outputs [T, B, H], the final h and the final c; fills ``moments`` with the batch's."""
 
     @staticmethod
     def forward(
@@ -77,16 +77,16 @@ class _Sequence(torch.autograd.Function):
         setting: Setting,
         population: Mapping[str, Moments] | None,
         moments: dict[str, Moments],
-        *given: Tensor | None,
+        *inputs: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.setting, ctx.population = setting, population
-        tensors, extras = given[:COUNT], given[COUNT:]
+        tensors, extras = inputs[:COUNT], inputs[COUNT:]
         ctx.call = batch_layer.BatchCall(setting, tensors, extras, population, True)
-        (hist, h_n, c_n, *kept), found = batch_layer.forward(ctx.call, tensors, True)
-        moments.update(found)
+        (hist, h_n, c_n, *saved), batch_moments = batch_layer.forward(ctx.call, tensors, True)
+        moments.update(batch_moments)
         output, shared = output_of(hist[1:])
         ctx.version = OutputVersion(output) if shared else None
-        ctx.save_for_backward(*given, hist, *kept)
+        ctx.save_for_backward(*inputs, hist, *saved)
         if setting.cell != "LSTM":
             ctx.mark_non_differentiable(c_n)
         ctx.set_materialize_grads(False)
@@ -94,18 +94,18 @@ class _Sequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
-        tensors, extras, kept = saved[:COUNT], saved[COUNT:-4], saved[-4:]
+        all_saved, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        tensors, extras, saved = all_saved[:COUNT], all_saved[COUNT:-4], all_saved[-4:]
         grads = grads if ctx.setting.cell == "LSTM" else (*grads[:2], None)
         if torch.is_grad_enabled() or batched(grads):  # with create_graph the gradients will be differentiated
-            found = differentiable_gradients(
+            gradients = differentiable_gradients(
                 ctx.setting, tensors, extras, grads, needed[:COUNT], population=ctx.population
             )
         else:
             call = ctx.call.copy()
-            if ctx.version is not None and ctx.version.changed():  # the output was changed in place
+            if ctx.version is not None and ctx.version.changed():  # the output was changed in place: recompute
                 call = batch_layer.BatchCall(ctx.setting, tensors, extras, ctx.population, True)
                 (hist, _, _, *others), _ = batch_layer.forward(call, tensors, True)
-                kept = [hist, *others]
-            found = batch_layer.backward(call, tensors, kept, grads, needed)
-        return None, None, None, *found, *(None for _ in extras)
+                saved = [hist, *others]
+            gradients = batch_layer.backward(call, tensors, saved, grads, needed)
+        return None, None, None, *gradients, *(None for _ in extras)

@@ -1,1 +1,1 @@
-"""Recurrences on a CPU: kernels that numba compiles, and what calls them."""
+"""Recurrences on a CPU: kernels compiled by numba, and the Python code that calls them."""

@@ -1,6 +1,6 @@
-"""Backward on a CPU: the same rows, from the last step to the first.
+"""Backward kernel on a CPU: all steps of some rows of the batch, from the last step to the first.
 
-Activations are made anew from what forward kept: W_x x as the product left it, and x^ of the recurrent product.
+Activations are recomputed from what forward saved: W_x x before its norm, and x^ of the recurrent product.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BLOCK = 64  # rows of one float32 sum: a single sum over two million rows is off
 
 @part
 def _lstm_back(p, a, dh, dc, c_old, seen, share, like):
-    """The gates' summed inputs in ``a`` become their gradients, dc the old c's; dh is that of h."""
+    """Replace the gates' summed inputs in ``a`` by their gradients, and dc by that of the old c; dh: gradient of h."""
     apart()
     size, H = bytes_of(like), p.hidden
     step = H * size
@@ -60,9 +60,10 @@ def _lstm_back(p, a, dh, dc, c_old, seen, share, like):
 
 @part
 def _through_side(p, d, candidate, y, gain, groups, sizes, given, rstds, share, out, like):
-    """Gradients of a normalised side, where those of a GRU's candidate lie apart, to those of its product.
+    """Propagate gradients of a normalised side to its product; ``candidate``: those of a GRU's candidate.
 
-    ``given``: mean and 1/deviation by which y becomes x^, two numbers a gate; ``rstds``: of each group, 0: as given.
+    ``given``: mean and 1/deviation that turn y into x^, two numbers per gate; ``rstds``: 1/deviation of each group,
+    0: take them from ``given``.
     """
     apart()
     size, H = bytes_of(like), p.hidden
@@ -89,7 +90,7 @@ def _through_side(p, d, candidate, y, gain, groups, sizes, given, rstds, share, 
 
 @part
 def _passed(p, d, candidate, share, out, like):
-    """The same where there is no norm."""
+    """Propagate gradients of a side without a norm, and add those of its bias."""
     apart()
     size, H = bytes_of(like), p.hidden
     gate = 0
@@ -104,9 +105,9 @@ def _passed(p, d, candidate, share, out, like):
 
 @part
 def _through_norms(p, row, d, candidate, notes, d_raw, d_summed, share, like):
-    """Gradients of the summed inputs to those of the products, and to gains and biases.
+    """Propagate gradients of the summed inputs to the products, and to gains and biases.
 
-    ``candidate``: that of the recurrent side of a GRU's candidate; the input's side is in ``d``.
+    ``candidate``: gradient of the recurrent side of a GRU's candidate; that of its input side is in ``d``.
     """
     apart()
     size, W = bytes_of(like), p.gates * p.hidden
@@ -115,7 +116,7 @@ def _through_norms(p, row, d, candidate, notes, d_raw, d_summed, share, like):
         _passed(p, d, candidate, share, d_raw, like)
     else:
         rstds = p.rstd + row * p.groups * size
-        kept = notes + NOTES // 2 * size  # x^ is there: mean 0, deviation 1
+        kept = notes + NOTES // 2 * size  # xhat is normalised already: mean 0, 1/deviation 1
         norms(p, xhat, np.int64(0), p.sizes, kept, like)
         _through_side(p, d, candidate, xhat, p.gain, p.groups, p.sizes, kept, rstds, share, d_raw, like)
     candidate = d + 2 * p.hidden * size
@@ -130,7 +131,7 @@ def _through_norms(p, row, d, candidate, notes, d_raw, d_summed, share, like):
 
 @part
 def _sides_again(p, row, a, ah, notes, like):
-    """As ``_sides``, from x^ as it was kept."""
+    """Recompute the result of ``_sides`` from the saved x^."""
     apart()
     size, H = bytes_of(like), p.hidden
     W = p.gates * H
@@ -158,7 +159,7 @@ def _sides_again(p, row, a, ah, notes, like):
 
 @part
 def _backward_row(p, t, b, row, scratch, share, like):
-    """dh and dc of a case's state after step t become, but for the product, those of its state before."""
+    """Turn dh and dc of a case's state after step t into those before it, except for the part through the product."""
     size, H = bytes_of(like), p.hidden
     W, place, at = p.gates * H, b * H * size, (row - row_of(p, p.begin, np.int64(0))) * p.gates * H * size
     d_raw, d_summed, dh, dc, past = p.d_raw + at, p.d_summed + at, p.dh + place, p.dc + place, p.past + place
@@ -191,7 +192,7 @@ def _backward_row(p, t, b, row, scratch, share, like):
 
 @part
 def _arrived(p, t, b, through, like):
-    """dh of the state before a step: through the product, dropped units aside, and past it."""
+    """Write dh of the state before a step: the part through the product, masked by dropout, and the part past it."""
     row, H = b * p.hidden * bytes_of(like), p.hidden
     dh, dc = p.dh + row, p.dc + row
     if p.drop != 0:
@@ -217,7 +218,7 @@ def add_block(share, total, count, like):
 
 @part
 def _pack_both(p, thread, like):
-    """Pack the matrices of a single step; several rows need them so."""
+    """Pack the matrices of a single step, for products of several rows."""
     W = p.gates * p.hidden
     pack_share(p.weight, W, p.hidden, False, p.packed, thread, p.threads, like)
     if p.dx != 0:
@@ -228,7 +229,7 @@ def _pack_both(p, thread, like):
 
 @part
 def _single_step(p, thread, first, last, spare, like):
-    """Gradients of a single step's input and matrices."""
+    """Compute the gradients of a single step's input and matrices."""
     W, size = p.gates * p.hidden, bytes_of(like)
     if p.dx != 0:
         left, out = p.d_summed + first * W * size, p.dx + first * p.depth * size
@@ -250,7 +251,7 @@ def _single_step(p, thread, first, last, spare, like):
 
 @part
 def backward_rows(address, thread, like):
-    """The same rows from step end - 1 down to begin."""
+    """Run steps end - 1 down to begin of a thread's rows."""
     p, size = call_at(address), bytes_of(like)
     H, scratch = p.hidden, p.scratch + thread * p.scratch_size * size
     W, begin, end = p.gates * H, np.int64(0), H

@@ -1,7 +1,7 @@
-"""Batch-normalised recurrences on a CPU: ``batch_norm``'s kernels and what they need, forward and backward.
+"""Forward and backward pass of a batch-normalised layer on a CPU, by the kernels of ``batch_norm``.
 
-Threads share the units. What is as wide as all gates is ordered by threads first, so that each finds its part in one
-piece; gradients and moments are put back into torch's order at the end.
+Threads split the units. Tensors as wide as all gates are ordered by threads, then gates, so that each thread's part is
+contiguous; gradients and moments are restored to torch's order at the end.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from .layer import CHUNK, Call, MatrixGradients, in_order, multiply, packed, sta
 from .machine import panel_width
 
 Population = Mapping[str, Moments] | None  # a row for each step of the call
-WIDE = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "gain_ih", "gain_hh", "gain_sum")  # a row for each gate's unit
-MEETING = 2**18  # multiplications of a step's product that are worth a thread, which meets the others once a step
-UNITS = 8  # that a thread takes at least
+# Tensors with a row for each unit of each gate.
+WIDE = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "gain_ih", "gain_hh", "gain_sum")
+MEETING = 2**18  # multiplications of a step's product that are worth a thread, at one barrier per step
+UNITS = 8  # fewest units per thread, and the granularity of the split
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Threads' parts of the units."""
+    """Partition of the units among the threads."""
 
     hidden: int
     gates: int
-    each: int  # units of a thread; the last one may have fewer
+    each: int  # units per thread; the last one may have fewer
 
     @staticmethod
     def of(hidden: int, gates: int, batch: int, threads: int) -> Parts:
@@ -46,11 +47,11 @@ class Parts:
         return [(first, min(self.hidden, first + self.each)) for first in range(0, self.hidden, self.each)]
 
     def ordered(self, wide: Tensor, axis: int = 0) -> Tensor:
-        """By threads, then gates."""
+        """Return ``wide`` ordered by threads, then gates."""
         return wide if self.each == self.hidden else wide.index_select(axis, _order_of(self)[0])
 
     def restored(self, wide: Tensor, axis: int = 0) -> Tensor:
-        """By gates, as torch has it."""
+        """Return ``wide`` in torch's order, by gates."""
         return wide if self.each == self.hidden else wide.index_select(axis, _order_of(self)[1])
 
 
@@ -63,9 +64,9 @@ def _order_of(parts: Parts) -> tuple[Tensor, Tensor]:
 
 
 class BatchCall(Call):
-    """What forward and backward of a batch-normalised recurrence have in common.
+    """Call record and tensors that forward and backward of a batch-normalised recurrence share.
 
-    Threads take rows where statistics are known and ``train`` is false, elsewhere units.
+    Threads split the rows where statistics are known and ``train`` is false, else the units.
     """
 
     def __init__(
@@ -84,36 +85,36 @@ class BatchCall(Call):
         super().__init__(setting, {**by_name, **self.wide}, extras)
         self.threads = min(team.threads(), batch) if by_rows else len(parts.bounds)
         self.set(shared=False, each=parts.each, by_rows=by_rows)
-        self.moments: dict[str, tuple[Tensor, Tensor]] = {}  # of each site, by threads first
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}  # of each site, ordered by threads
         where = self.placement
         sites = {"z": self.form.site, "xs": "ih" if where.ih else "", "c": "cell" if where.cell else ""}
         for field, site in sites.items():
             self._statistics(field, site, population)
 
     def by_name(self, tensors: Sequence[Given]) -> dict[str, Given]:
-        """The call's tensors, those that are as wide as all gates by threads first."""
+        """Return the call's tensors; those as wide as all gates are ordered by threads."""
         return {**dict(zip(NAMES, tensors)), **self.wide}
 
     def _parameters(self, by_name: dict[str, Given]) -> None:
-        """A GRU's reset and update gates have both biases on the input's side, its candidate one on either."""
+        """Set gains and biases; a GRU's candidate has a bias on each side, its other gates both on the input's side."""
         bias_ih, bias_hh = by_name["bias_ih"], by_name["bias_hh"]
         if self.form.cell == "GRU" and bias_hh is not None:
             candidate = self.parts.ordered(torch.arange(self.width) >= 2 * self.hidden)
-            outer = bias_hh.masked_fill(candidate, 0)
-            by_name = {**by_name, "bias_ih": outer if bias_ih is None else bias_ih + outer}
+            other_gates = bias_hh.masked_fill(candidate, 0)
+            by_name = {**by_name, "bias_ih": other_gates if bias_ih is None else bias_ih + other_gates}
         super()._parameters(by_name)
 
     def _extras(self, extras: Sequence[Given]) -> None:
-        """Rows of padding have their place among the others: a step's statistics leave them out."""
+        """Set lengths and masks; padding stays in the tensors, and a step's statistics leave it out."""
         lengths, *others = extras
         super()._extras([None, *others])
         if lengths is not None:
             self.set(ends=lengths.to(torch.int64).contiguous())
         if self.resets is not None or self.drop is not None:
-            self.set(operand=self.empty(2, self.batch, self.hidden))  # of this step and of the next
+            self.set(operand=self.empty(2, self.batch, self.hidden))  # of this step and the next
 
     def _statistics(self, field: str, site: str, population: Population) -> None:
-        """Room for a site's mean, variance and 1/deviation, or what is known of them."""
+        """Set a site's mean, variance and 1/deviation: known ones, or memory for the batch's."""
         width = self.hidden if field == "c" else self.width
         if not site:
             mean = var = self.full(width, 0.0)
@@ -135,14 +136,14 @@ class BatchCall(Call):
         return mean.contiguous(), var, scale.contiguous()
 
     def _scale(self, var: Tensor) -> Tensor:
-        """1/deviation; usually by two operations instead of eight, which are much of a single step's time."""
+        """Return 1/deviation; usually by two operations instead of eight, which take much of a single step's time."""
         eps, std = self.form.eps, self.form.std
         if eps > 0 and not std:
             return var.add(eps).rsqrt_()
         return inverse_deviation(var, eps, "std" if std else "var")
 
     def matrix(self, weight: Tensor, backward: bool) -> None:
-        """The product's matrix: as it is for one row, else a packed part for each thread; and where products go."""
+        """Set the product's matrix, unpacked for one row and else packed per thread, and allocate the output ``z``."""
         columns, size = self.parts.each * (1 if backward else self.parts.gates), weight.element_size()
         panels, count = -(-columns // panel_width(size)), len(self.parts.bounds)
         row = panels * panel_width(size)
@@ -154,7 +155,7 @@ class BatchCall(Call):
             self.set(packed=parts, panels=panels, panel_step=step)
 
     def _packed(self, weight: Tensor, backward: bool, panels: int) -> Tensor:
-        """A thread's rows of the matrix, backward its columns, for each thread."""
+        """Return the packed panels of each thread's rows of the matrix, or for backward of its columns."""
         gates, bounds = self.parts.gates, self.parts.bounds
         depth = self.width if backward else self.hidden
         parts = self.empty(len(bounds), panels, depth, panel_width(weight.element_size()))
@@ -164,18 +165,18 @@ class BatchCall(Call):
         return parts
 
     def scratch(self, rows: int, units: int, for_each_case: int) -> None:
-        """Each thread's own: rows of its gates, rows of its units, and numbers for each case; see the kernels."""
+        """Allocate each thread's scratch: rows of its gates, rows of its units, numbers per case; see the kernels."""
         each, size = self.parts.each, 8 // self.dtype.itemsize
         count = size * self.batch + rows * each * self.parts.gates + units * each + for_each_case * self.batch
         self.set(scratch_size=count, scratch=self.empty(self.threads, count))
 
     def histories(self, hist: Tensor, c_hist: Tensor, xhat: Tensor) -> None:
-        """States and x^ of all steps; c of one step alone is 0 bytes from the next, x^ of none at 0."""
+        """Set the states and x^ of all steps; a single c has ``c_step`` 0, and absent x^ the address 0."""
         size, several = self.batch * self.hidden * self.dtype.itemsize, c_hist.shape[0] > 1
         self.set(hist=hist, c_hist=c_hist, c_step=size if several else 0, xhat=xhat if xhat.shape[0] else 0)
 
     def site_moments(self) -> dict[str, Moments]:
-        """Copies in torch's order: backward reads the originals."""
+        """Return the moments of each site as copies in torch's order; backward reads the originals."""
         return {site: Moments(*(self._copied(site, m) for m in self.moments[site])) for site in self._live_sites()}
 
     def _live_sites(self) -> list[str]:
@@ -187,7 +188,7 @@ class BatchCall(Call):
 
 
 def forward(call: BatchCall, tensors: Sequence[Given], train: bool) -> tuple[list[Tensor], dict[str, Moments]]:
-    """hist [T+1, B, H], the final h and c, with ``train`` what ``backward`` takes; and the moments of each site."""
+    """Return hist [T+1, B, H], the final h and c, with ``train`` backward's tensors; and the moments of each site."""
     by_name, lstm, steps, state = call.by_name(tensors), call.form.cell == "LSTM", call.steps, (call.batch, call.hidden)
     hist = call.empty(steps + 1, *state)
     c_hist = call.empty((steps + 1 if train else 1) if lstm else 0, *state)
@@ -205,23 +206,23 @@ def forward(call: BatchCall, tensors: Sequence[Given], train: bool) -> tuple[lis
 
 
 def _walk(call: BatchCall, by_name: dict[str, Given], whole: bool) -> Tensor:
-    """Walk through the steps, some at a time unless x^ of W_x x is kept of all: ``whole``. Return it, or nothing."""
+    """Run the steps, in chunks or, to save x^ of W_x x of all (``whole``), at once; return W_x x if ``whole``."""
     x, weight = _there(by_name["input"]), _there(by_name["weight_ih"])
     steps, row = call.steps, call.batch * call.width * call.dtype.itemsize
     summed = call.empty(steps if whole else min(steps, max(1, CHUNK // call.batch)), call.batch, call.width)
     for begin in range(0, steps, summed.shape[0]):
         end = min(steps, begin + summed.shape[0])
         multiply(x[begin:end].flatten(0, 1), weight, True, summed[: end - begin].flatten(0, 1))
-        call.set(begin=begin, end=end, summed=summed.data_ptr() - begin * row)  # of step 0
+        call.set(begin=begin, end=end, summed=summed.data_ptr() - begin * row)  # address of step 0
         call.run("batch_forward", call.threads)
     return summed if whole else summed.new_empty(0)
 
 
 def backward(
-    call: BatchCall, tensors: Sequence[Given], kept: Sequence[Tensor], grads: Sequence[Given], needed: Sequence[bool]
+    call: BatchCall, tensors: Sequence[Given], saved: Sequence[Tensor], grads: Sequence[Given], needed: Sequence[bool]
 ) -> list[Given]:
-    """Gradients in the order of NAMES; ``grads`` are those of the output, h_n and c_n; ``call``: forward's, copied."""
-    by_name, (hist, summed, c_hist, xhat) = call.by_name(tensors), kept
+    """Return gradients in the order of NAMES; ``grads``: of the output, h_n and c_n; ``call``: a copy of forward's."""
+    by_name, (hist, summed, c_hist, xhat) = call.by_name(tensors), saved
     states = _arriving(call, grads)
     call.matrix(_there(by_name["weight_hh"]), True)
     call.scratch(8, 11, (call.parts.gates + 4) * call.parts.each)
@@ -229,13 +230,13 @@ def backward(
     call.set(summed=summed)
     matrices = MatrixGradients(call, by_name, hist, dict(zip(NAMES, needed)))
     totals = _walk_back(call, matrices)
-    found = {**matrices.result(), **states, **_small(call, totals)}
-    found |= {name: call.parts.restored(d) for name, d in found.items() if name in WIDE and d is not None}
-    return in_order(by_name, found)
+    gradients = {**matrices.result(), **states, **_small(call, totals)}
+    gradients |= {name: call.parts.restored(d) for name, d in gradients.items() if name in WIDE and d is not None}
+    return in_order(by_name, gradients)
 
 
 def _arriving(call: BatchCall, grads: Sequence[Given]) -> dict[str, Tensor]:
-    """Gradients of the states, at first of the final ones: backward leaves those of the initial ones in their place."""
+    """Set and return the gradients of the final states; backward overwrites them with those of the initial ones."""
     d_out, d_h, d_c = (None if g is None else g.to(call.dtype).contiguous() for g in grads)
     dh, dc, reset_h, reset_c, past = torch.zeros(5, call.batch, call.hidden, dtype=call.dtype).unbind()
     if d_h is not None:
@@ -248,7 +249,7 @@ def _arriving(call: BatchCall, grads: Sequence[Given]) -> dict[str, Tensor]:
 
 
 def _walk_back(call: BatchCall, matrices: MatrixGradients) -> Tensor:
-    """Walk back through the steps, a chunk at a time; return the sums for gains and biases."""
+    """Run the steps back in chunks; return the sums for gains and biases."""
     shares = torch.zeros(4 * call.width + 2 * call.hidden, dtype=call.dtype)
     totals = torch.zeros_like(shares, dtype=torch.float64)
     chunk = max(1, min(call.steps, CHUNK // call.batch))
@@ -265,9 +266,9 @@ def _walk_back(call: BatchCall, matrices: MatrixGradients) -> Tensor:
 
 
 def _small(call: BatchCall, totals: Tensor) -> dict[str, Any]:
-    """Gradients of gains and biases."""
+    """Return the gradients of gains and biases."""
     widths = [call.width] * 4 + [call.hidden] * 2
     bias, gain, bias_x, gain_x, bias_cell, gain_cell = torch.split(totals.to(call.dtype), widths)
     gains = {"gain_ih": gain_x, "gain_hh": gain, "gain_sum": gain, "gain_cell": gain_cell}
-    outer = bias_x if call.placement.ih else bias
-    return {"bias_ih": outer, "bias_hh": bias, "bias_cell": bias_cell, **gains}
+    d_bias_ih = bias_x if call.placement.ih else bias
+    return {"bias_ih": d_bias_ih, "bias_hh": bias, "bias_cell": bias_cell, **gains}

@@ -1,11 +1,11 @@
-"""Batch-normalised recurrences on a CPU: all rows of the batch at each step, forward and back.
+"""Batch-norm kernels on a CPU: all rows of the batch at each step, forward and backward.
 
-Threads take units, with all their gates: a unit's statistics, its state and its part of the product are one thread's.
-They meet once a step, where the next product needs the states, or the gradients, of all units. Where a population's
-statistics are known and nothing is kept for backward they take rows of the batch instead and never meet. In the arrays
-that are as wide as all gates a thread's part lies in one piece: [threads, gates, units of a thread].
+Threads split the units, with all their gates: one thread owns a unit's statistics, its state and its part of the
+product. There is one barrier per step, because the next product needs the states, or the gradients, of all units.
+Where population statistics are known and nothing is saved for backward, threads split the rows of the batch instead,
+without barriers. In arrays as wide as all gates a thread's part is contiguous: [threads, gates, units of a thread].
 
-A site without a norm is one whose mean is 0 and whose deviation is 1, known beforehand.
+A site without a norm has the known mean 0 and deviation 1.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .matmul import product, row_times, row_times_transpose
 
 @part
 def _is_over(p, t, b):
-    """Whether a row's sequence has ended before step t."""
+    """Return whether a row's sequence has ended before step t."""
     return p.ends != 0 and t >= numbers(p.ends, p.batch, np.int64(0))[b]
 
 
 @part
 def _listed(p, t, begin, end, index):
-    """List the rows from begin to end whose sequences go on at step t; return how many."""
+    """List the rows from begin to end whose sequences have a step t; return their number."""
     apart()
     listed, count = numbers(index, p.batch, np.int64(0)), np.int64(0)
     for b in range(begin, end):
@@ -39,7 +39,7 @@ def _listed(p, t, begin, end, index):
 
 @part
 def _factor_row(p, t, b, first, n, like):
-    """Some units of the product's left factor of step t, where that is not the history."""
+    """Write some units of step t's left factor, where that is not the history."""
     size, H = bytes_of(like), p.hidden
     old, at = old_h(p, t, b, like) + first * size, (b * H + first) * size
     out = p.operand + (t % 2) * p.batch * H * size + at
@@ -61,7 +61,7 @@ def _factor(p, t, begin, end, first, n, like):
 
 @part
 def _recurrent_sums(p, t, thread, begin, end, first, n, z, like):
-    """z of a thread's units and rows."""
+    """Compute the recurrent product z of a thread's units and rows."""
     size, H = bytes_of(like), p.hidden
     left = p.hist + t * p.batch * H * size
     if p.operand != 0:
@@ -76,7 +76,7 @@ def _recurrent_sums(p, t, thread, begin, end, first, n, z, like):
 
 @part
 def _statistics(p, t, first, n, z, index, count, spare, like):
-    """Moments of both sides of the gates, or of their sum, in z."""
+    """Compute the moments of both sides of the gates, or of their sum, which overwrites z."""
     apart()
     size, W, w = bytes_of(like), p.gates * p.hidden, p.gates * n
     off, away = p.gates * first * size, p.z_row * size
@@ -100,7 +100,7 @@ def _statistics(p, t, first, n, z, index, count, spare, like):
 
 @part
 def _gates(p, t, b, first, n, z, xhat, candidate, like):
-    """The gates' summed inputs of a row in place of z; a GRU's candidate has its input's side in ``candidate``."""
+    """Replace z by a row's summed inputs of the gates; the input side of a GRU's candidate goes to ``candidate``."""
     apart()
     size, W, w, off = bytes_of(like), p.gates * p.hidden, p.gates * n, p.gates * first * bytes_of(like)
     x = p.summed + (t * p.batch + b) * W * size + off
@@ -121,14 +121,14 @@ def _gates(p, t, b, first, n, z, xhat, candidate, like):
 
 @part
 def _zoned_out(p, keep, keep_t, keep_b, t, b, first, old, new, n, like):
-    """Zoneout of some units, in place."""
+    """Apply zoneout to some units, in place."""
     if keep != 0:
         rows.mixed(keep + t * keep_t + b * keep_b + first * bytes_of(like), old, new, new, n, like)
 
 
 @part
 def _new_state(p, t, b, first, n, z, candidate, c_raw, like):
-    """h of a row from its gates; of an LSTM c as yet without its norm."""
+    """Compute h of a row from its gates; of an LSTM only c, before its norm."""
     size = bytes_of(like)
     step, at = n * size, (b * p.hidden + first) * size
     h_old, h_new = old_h(p, t, b, like) + first * size, p.hist + (t + 1) * p.batch * p.hidden * size + at
@@ -148,7 +148,7 @@ def _new_state(p, t, b, first, n, z, candidate, c_raw, like):
 
 @part
 def _lstm_outputs(p, t, first, n, z, c_raw, index, count, spare, like):
-    """The norm of c over the batch, and h of all rows."""
+    """Normalise c over the batch, and compute h of all rows."""
     apart()
     size, H, away, listed = bytes_of(like), p.hidden, n * bytes_of(like), numbers(index, count, np.int64(0))
     at = t * p.step_c + first * size
@@ -172,7 +172,7 @@ def _lstm_outputs(p, t, first, n, z, c_raw, index, count, spare, like):
 
 @part
 def _stay(p, t, b, first, n, like):
-    """A row whose sequence is over keeps its state."""
+    """Copy the state of a row whose sequence has ended."""
     size, H = bytes_of(like), p.hidden
     row = (b * H + first) * size
     rows.copy(old_h(p, t, b, like) + first * size, p.hist + (t + 1) * p.batch * H * size + row, n, like)
@@ -182,7 +182,10 @@ def _stay(p, t, b, first, n, like):
 
 @part
 def _forward_step(p, t, begin, end, first, n, z, scratch, like):
-    """All of a thread's rows and units. Scratch: the list of rows, 6 rows of sums, x^, a candidate, c of all rows."""
+    """Run one step of a thread's rows and units.
+
+    Scratch: the list of rows, 6 rows of sums, x^, a candidate, c of all rows.
+    """
     apart()
     size, W, w = bytes_of(like), p.gates * p.hidden, p.gates * n
     index, sums = scratch, scratch + p.batch * 8
@@ -208,7 +211,7 @@ def _forward_step(p, t, begin, end, first, n, z, scratch, like):
 
 @part
 def forward_units(address, thread, like):
-    """Steps begin to end of a thread's units; or of its rows, where statistics are known and nobody has to be met."""
+    """Run steps begin to end of a thread's units; or of its rows, without barriers, where statistics are known."""
     p, size = call_at(address), bytes_of(like)
     first, begin, end = min(p.hidden, thread * p.each), np.int64(0), p.batch
     n = min(p.hidden, first + p.each) - first
@@ -235,7 +238,7 @@ def forward_units(address, thread, like):
 
 @part
 def _gates_again(p, t, b, first, n, a, like):
-    """The gates' summed inputs from x^; after a GRU's the recurrent side of its candidate."""
+    """Recompute the gates' summed inputs from x^; the recurrent side of a GRU's candidate follows them."""
     apart()
     size, W, w, off = bytes_of(like), p.gates * p.hidden, p.gates * n, p.gates * first * bytes_of(like)
     at = (t * p.batch + b) * W * size + off
@@ -254,7 +257,7 @@ def _gates_again(p, t, b, first, n, a, like):
 
 @part
 def _through_cell_norm(p, t, b, first, n, a, c, d, statistics, sums, like):
-    """An LSTM's gradients of h as far as those of the normed c, in ``d``; in ``c`` its x^ takes the place of c."""
+    """Propagate an LSTM's gradients of h to the normed c, in ``d``; x^ overwrites c."""
     apart()
     size = bytes_of(like)
     step, row, off = n * size, (b * p.hidden + first) * size, first * size
@@ -267,7 +270,7 @@ def _through_cell_norm(p, t, b, first, n, a, c, d, statistics, sums, like):
 
 @part
 def _cell_again(p, t, b, first, n, a, c, past_c, like):
-    """An LSTM's gates and c, made anew in ``a`` and ``c``; zoneout leads a part of dc past the step."""
+    """Recompute an LSTM's gates and c in ``a`` and ``c``; zoneout routes a part of dc past the step."""
     size = bytes_of(like)
     step = n * size
     rows.lstm_again(a, a + step, a + 2 * step, a + 3 * step, old_c(p, t, b, like) + first * size, c, n, like)
@@ -279,7 +282,7 @@ def _cell_again(p, t, b, first, n, a, c, past_c, like):
 
 @part
 def _cell_statistics(p, t, first, n, c_raw, index, count, out, spare, like):
-    """Mean and 1/deviation of c: of the batch those of c as it was made anew, which rounds otherwise than forward."""
+    """Write mean and 1/deviation of c; the batch's are those of the recomputed c, which rounds unlike forward's."""
     apart()
     size = bytes_of(like)
     step, at = n * size, t * p.step_c + first * size
@@ -293,7 +296,7 @@ def _cell_statistics(p, t, first, n, c_raw, index, count, out, spare, like):
 
 @part
 def _through_state(p, t, b, first, n, a, like):
-    """Gradients of h, of cells that have nothing else, to those of the gates' summed inputs, in ``a``."""
+    """Propagate gradients of h to the gates' summed inputs in ``a``, for cells other than LSTM."""
     size = bytes_of(like)
     step, row = n * size, (b * p.hidden + first) * size
     dh, past, h_old = p.dh + row, p.past + row, old_h(p, t, b, like) + first * size
@@ -309,7 +312,7 @@ def _through_state(p, t, b, first, n, a, like):
 
 @part
 def _arriving(p, t, b, first, n, like):
-    """dh of a row after step t, less what zoneout leads past the step."""
+    """Write dh of a row after step t, without the part that zoneout routes past the step."""
     size = bytes_of(like)
     row = (b * p.hidden + first) * size
     dh, past = p.dh + row, p.past + row
@@ -322,9 +325,9 @@ def _arriving(p, t, b, first, n, like):
 
 @part
 def _through_cells(p, t, first, n, acts, index, count, sums, spare, c_raw, like):
-    """Gradients of the gates' summed inputs of all rows, in ``acts``; an LSTM's sums for the norm of c in ``sums``.
+    """Compute the gradients of the gates' summed inputs of all rows, in ``acts``.
 
-    ``spare``: 9 rows of units.
+    ``sums``: an LSTM's sums for the norm of c; ``spare``: 9 rows of units.
     """
     apart()
     size, listed = bytes_of(like), numbers(index, count, np.int64(0))
@@ -346,7 +349,10 @@ def _through_cells(p, t, first, n, acts, index, count, sums, spare, c_raw, like)
 
 @part
 def _through_lstm(p, t, first, n, acts, index, count, sums, statistics, c_raw, like):
-    """The rest of an LSTM's cells, from their statistics; after those 7 rows of scratch."""
+    """Propagate gradients through an LSTM's cells.
+
+    ``statistics``: mean and 1/deviation of c; 7 rows of scratch follow them.
+    """
     apart()
     size, listed, eps = bytes_of(like), numbers(index, count, np.int64(0)), numbers(p.eps, 1, like)[0]
     step, away = n * size, (p.gates + 1) * n * size
@@ -389,7 +395,7 @@ def _through_lstm(p, t, first, n, acts, index, count, sums, statistics, c_raw, l
 def _through_side(
     p, t, first, n, d, y, y_away, index, count, sums, gain, scale, live, begin, width, out, factors, like
 ):
-    """Gradients of one side's gates from ``begin`` on to those of its product; ``factors``: 4 rows of scratch."""
+    """Propagate gradients of one side's gates, from ``begin`` on, to its product; ``factors``: 4 rows of scratch."""
     apart()
     size, W, w = bytes_of(like), p.gates * p.hidden, p.gates * n
     span, d_away, on = w * size, (w + n) * size, begin * size
@@ -412,9 +418,9 @@ def _through_side(
 
 @part
 def _through_sides(p, t, first, n, acts, index, count, sums, factors, like):
-    """Gradients of the gates' summed inputs, in ``acts``, to those of the products.
+    """Propagate gradients of the gates' summed inputs, in ``acts``, to the products.
 
-    ``sums``: of bias, gain, bias_x and gain_x. Where sides share a bias, that of x has it.
+    ``sums``: of bias, gain, bias_x and gain_x; a bias that both sides share is bias_x.
     """
     apart()
     size, W, w = bytes_of(like), p.gates * p.hidden, p.gates * n
@@ -476,7 +482,7 @@ def _through_sides(p, t, first, n, acts, index, count, sums, factors, like):
 
 @part
 def _over(p, t, b, first, n, like):
-    """Gradients of a row whose sequence is over pass by."""
+    """Pass on the state gradient of a row whose sequence has ended; those of its products are 0."""
     size, W = bytes_of(like), p.gates * p.hidden
     row, at = (b * p.hidden + first) * size, (((t - p.begin) * p.batch + b) * W + p.gates * first) * size
     rows.copy(p.dh + row, p.past + row, n, like)
@@ -487,7 +493,7 @@ def _over(p, t, b, first, n, like):
 
 @part
 def _backward_step(p, t, first, n, scratch, like):
-    """All rows of a thread's units."""
+    """Run one step back, for all rows of a thread's units."""
     apart()
     size, w = bytes_of(like), p.gates * n
     index, sums = scratch, scratch + p.batch * 8
@@ -505,7 +511,7 @@ def _backward_step(p, t, first, n, scratch, like):
 
 @part
 def _each_sum(p, first, n, sums, flush, like):
-    """Add a step's sums to the block's, or with ``flush`` the block's to the totals of gains and biases."""
+    """Add a step's sums for gains and biases to the block's, or with ``flush`` the block's to the totals."""
     apart()
     size, H, w = bytes_of(like), p.hidden, p.gates * n
     at, from_ = p.gates * first, sums
@@ -523,7 +529,7 @@ def _each_sum(p, first, n, sums, flush, like):
 
 @part
 def _arrived(p, t, b, first, n, through, like):
-    """dh of the state before a step: through the product, dropped units aside, and past it."""
+    """Write dh of the state before a step: the part through the product, masked by dropout, and the part past it."""
     size, H = bytes_of(like), p.hidden
     row = (b * H + first) * size
     dh, dc = p.dh + row, p.dc + row
@@ -550,7 +556,7 @@ def _through_product(p, t, thread, first, n, z, like):
 
 @part
 def backward_units(address, thread, like):
-    """The same units from step end - 1 down to begin."""
+    """Run steps end - 1 down to begin of a thread's units."""
     p, size = call_at(address), bytes_of(like)
     first = min(p.hidden, thread * p.each)
     n = min(p.hidden, first + p.each) - first

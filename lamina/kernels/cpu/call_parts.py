@@ -1,6 +1,6 @@
-"""What a call of the CPU's kernels is about, and what forward and backward have in common.
+"""Functions that the forward and backward kernels share: norm statistics, old states, slots and thread ranges.
 
-It travels as one array of whole numbers, in the order of ``call_record``.
+``p`` is the call record, with its fields in the order of ``call_record``.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from .rows import constant, moments_at_once
 
 RNN, LSTM, GRU, DREAMER = range(4)
 NOWHERE, ON_HH, ON_SUM = range(3)
-NOTES = 64  # numbers at the start of a thread's scratch: for each gate mean and 1/deviation of its two sides
+NOTES = 64  # numbers at the start of a thread's scratch: mean and 1/deviation of each gate's two sides
 
 
 @part
 def norms(p, x, groups, sizes, out, like):
-    """Mean and 1/deviation of every gate's group, two numbers a gate; without a norm 0 and 1."""
+    """Write mean and 1/deviation of every gate's group to ``out``, two numbers per gate; 0 and 1 without a norm."""
     apart()
     size, H = bytes_of(like), p.hidden
     found, counts = numbers(out, 2 * p.gates, like), numbers(sizes, groups, np.int64(0))
@@ -35,7 +35,7 @@ def norms(p, x, groups, sizes, out, like):
 
 @part
 def gates_alike(p, gate, groups, sizes):
-    """Count the gates from this one on that one loop can serve: they share statistics. A GRU's candidate is apart."""
+    """Count the gates from ``gate`` on that share statistics, so that one loop serves them; not a GRU's candidate."""
     count, until = p.gates - gate, np.int64(0)
     if groups > 1:
         members = numbers(sizes, groups, np.int64(0))
@@ -51,7 +51,7 @@ def gates_alike(p, gate, groups, sizes):
 
 @part
 def old_state(p, place, step, reset_state, t, b, like):
-    """Address of a row's state before step t: in the history, ``step`` bytes a step, or the state after a reset."""
+    """Return the address of a row's state before step t: in the history (``step`` bytes a step) or the reset state."""
     row = b * p.hidden * bytes_of(like)
     if p.resets != 0 and numbers(p.resets, (t + 1) * p.batch, np.uint8(0))[t * p.batch + b]:
         return reset_state + row
@@ -60,39 +60,39 @@ def old_state(p, place, step, reset_state, t, b, like):
 
 @part
 def old_h(p, t, b, like):
-    """Address of a row's h before step t."""
+    """Return the address of a row's h before step t."""
     return old_state(p, p.hist, p.batch * p.hidden * bytes_of(like), p.reset_h, t, b, like)
 
 
 @part
 def old_c(p, t, b, like):
-    """Address of a row's c before step t."""
+    """Return the address of a row's c before step t."""
     return old_state(p, p.c_hist, p.c_step, p.reset_c, t, b, like)
 
 
 @part
 def alive(p, t):
-    """How many cases have a step t."""
+    """Return the number of cases that have a step t."""
     return p.batch if p.order == 0 else numbers(p.counts, p.steps, np.int64(0))[t]
 
 
 @part
 def case_of(p, slot):
-    """The case in a slot: cases that still have steps lie in the first ones."""
+    """Return the case in a slot; cases that still have steps occupy the first slots."""
     return slot if p.order == 0 else numbers(p.order, p.batch, np.int64(0))[slot]
 
 
 @part
 def row_of(p, t, slot):
-    """The row of a step and slot in tensors that hold no padding."""
+    """Return the row of a step and slot in tensors without padding."""
     return (t * p.batch if p.order == 0 else numbers(p.starts, p.steps + 1, np.int64(0))[t]) + slot
 
 
 @part
 def slots_of(p, thread):
-    """A thread's first slot, the end of its slots, the way from one to the next, and its first row of a product.
+    """Return a thread's first slot, end of its slots, stride between them, and its first row of a product.
 
-    Threads take neighbouring slots; where cases end one by one they take turns, or the first would work longest.
+    Threads take contiguous slots. With lengths they take slots in turn, since the first slots hold the longest cases.
     """
     if p.shared:
         return np.int64(0), p.batch if thread == 0 else np.int64(0), np.int64(1), np.int64(0)
@@ -104,12 +104,12 @@ def slots_of(p, thread):
 
 @part
 def count_of(first, last, step):
-    """How many slots there are from the first to before the last."""
+    """Return the number of slots from ``first`` to ``last``, exclusive."""
     return max((last - first + step - 1) // step, np.int64(0))
 
 
 @part
 def share_of(count, thread, threads, unit):
-    """A thread's part of so many, in whole units."""
+    """Return a thread's range of ``count`` items, in multiples of ``unit``."""
     each = (count + unit * threads - 1) // (unit * threads) * unit if count > threads else 1
     return min(count, thread * each), min(count, (thread + 1) * each)

@@ -1,8 +1,8 @@
-"""A cell's single step, for Python loops: one kernel call forward, one backward, and as little Python as possible.
+"""Single step of a cell, for Python loops: one kernel call forward, one backward, and as little Python as possible.
 
 ``Kernel`` serves all calls with tensors of the same shapes. ``Step`` packs the matrices inside each call, because they
 may have changed since the last one in ways that torch does not count (``p.data.add_()``). ``PreparedStep`` packs them
-once, and forms the gradients of the parameters once for all steps.
+once, and computes the gradients of the parameters once for all steps.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .machine import DEPTH, LEFTS, STRETCH, TILE, panel_width
 X, H, C, W_IH, W_HH, B_IH, B_HH, G_IH, G_HH, G_SUM, G_CELL, B_CELL = range(STEP)
 FORWARD, BACKWARD = range(2)
 NO_EXTRAS: tuple[None, ...] = (None,) * len(EXTRAS)
-ALIGNED = 64  # numbers: where parts of a buffer begin
+ALIGNED = 64  # numbers: alignment of the parts of a call's buffers
 
-# Places in the call record, with what is written there.
+# Positions in the call record, with the index of the tensor or row whose address is written there.
 _PARAMETERS = [PLACES[n] for n in ("bias_x", "gain", "gain_x", "gain_cell", "bias_cell", "weight_x", "weight")]
 _STATES = [(PLACES[n], at) for n, at in (("reset_h", H), ("reset_c", C), ("left", X))]
 _GRADIENTS = [(PLACES[n], row) for row, n in enumerate(("dh", "dc", "d_reset_h", "d_reset_c"))]
@@ -39,12 +39,12 @@ _BIAS, _PANELS, _Z_ROW, _HIST, _C_HIST, _TOTALS = map(
 
 
 class Kernel:
-    """The kernel's call record for tensors of one shape and dtype, all but their addresses, and memory to work in."""
+    """Call record for tensors of one shape and dtype, without their addresses, and a pool of calls' buffers."""
 
     def __init__(self, setting: Setting, tensors: Sequence[Given], packs: bool = True) -> None:
         x = there(tensors[X])
-        whole = [x.unsqueeze(0), *tensors[1:], *[None] * (COUNT - STEP)]
-        call = Call(setting, dict(zip(NAMES, [None if t is None else t.detach() for t in whole])), NO_EXTRAS)
+        sequence = [x.unsqueeze(0), *tensors[1:], *[None] * (COUNT - STEP)]
+        call = Call(setting, dict(zip(NAMES, [None if t is None else t.detach() for t in sequence])), NO_EXTRAS)
         self.template, self.held, form = call.numbers, call.held, call.form
         self.batch, self.hidden, self.width, self.inputs = call.batch, call.hidden, call.width, x.shape[1]
         self.lstm, self.gru, self.site, self.groups = (
@@ -54,11 +54,11 @@ class Kernel:
             len(call.groups),
         )
         self.dtype, self.present = x.dtype, [t is not None for t in tensors]
-        self.packs = packs and self.batch > 1  # one row alone takes the matrices as they are
+        self.packs = packs and self.batch > 1  # a single row takes the matrices unpacked
         multiplications = self.batch * self.width * (self.hidden + self.inputs)
         self.threads = max(1, min(team.threads(), self.batch, multiplications // (2 * WORTH)))
         self.plane = self.batch * self.hidden * self.dtype.itemsize
-        self.idle: list[Tensor] = []  # buffers that no call is using
+        self.idle: list[Tensor] = []  # calls' buffers that are not in use
         self._fill_in()
 
     def _fill_in(self) -> None:
@@ -68,7 +68,7 @@ class Kernel:
         scratch = 2 * self.width + 6 * self.hidden + 64 + max(STRETCH * panel, outer)
         self.z_rows = tuple(panels * panel for panels in self.panels)
         self.offsets, self.size = _laid_out(self._sizes(panel, scratch), self.dtype.itemsize)
-        # Every step "starts anew" from the states that it is given: so they need not lie in a history.
+        # Every step counts as a reset to the states that it receives, so that they need not lie in a history.
         self.held["resets"] = torch.ones(self.batch, dtype=torch.uint8)
         self.held["zeros"] = torch.zeros(self.batch, self.hidden, dtype=self.dtype)
         numbers = {
@@ -80,7 +80,7 @@ class Kernel:
             self.template[PLACES[name]] = number
 
     def _sizes(self, panel: int, scratch: int) -> dict[str, int]:
-        """Return the numbers that a call writes and forgets. ``shares`` are 0 before and after each call."""
+        """Return the size of each part of a call's buffers; only ``shares`` must be 0 before and is 0 after a call."""
         batch, hidden, width = self.batch, self.hidden, self.width
         of_width, of_hidden, of_inputs = (panels * panel * self.packs for panels in self.panels)
         rows = self.threads * -(-batch // self.threads)
@@ -113,7 +113,7 @@ class Kernel:
         return total
 
     def record(self, way: int, buffer: Tensor, tensors: Sequence[Given]) -> Any:
-        """Return a record with the addresses of the input and the states."""
+        """Return a call record with the addresses of the call's buffers, the input and the states."""
         numbers, start = type(self.template).from_buffer_copy(self.template), buffer.data_ptr()
         for place, offset in self.offsets:
             numbers[place] = start + offset
@@ -127,16 +127,16 @@ class Kernel:
         team.run(f"{('forward', 'backward')[way]}_{KINDS[self.dtype]}", ctypes.addressof(numbers), self.threads)
 
     def buffer(self) -> Tensor:
-        """Return memory for one call, which gives it back to ``idle``."""
+        """Return the buffers for one call; the caller puts them back into ``idle``."""
         try:
             return self.idle.pop()
         except IndexError:
             return torch.zeros(self.size, dtype=self.dtype)
 
     def new_state(self, numbers: Any) -> tuple[Tensor, ...]:
-        """Return memory for h, and for c of an LSTM, and write where they lie."""
+        """Allocate the new h, and c of an LSTM, and write their addresses."""
         h = torch.empty(self.batch, self.hidden, dtype=self.dtype)
-        numbers[_HIST] = h.data_ptr() - self.plane  # of the state before the step
+        numbers[_HIST] = h.data_ptr() - self.plane  # address of the state before the step
         if not self.lstm:
             return (h,)
         c = torch.empty(self.batch, self.hidden, dtype=self.dtype)
@@ -144,17 +144,17 @@ class Kernel:
         return h, c
 
     def kept(self) -> Tensor:
-        """Return memory for what backward needs: W_x x, x^ and 1/deviations."""
+        """Allocate what is saved for backward: W_x x, x^ and 1/deviations."""
         return torch.empty(self.batch * (2 * self.width + self.groups), dtype=self.dtype)
 
-    def keep(self, numbers: Any, kept: Tensor) -> None:
-        """Write where backward's tensors lie."""
-        span, start = self.batch * self.width * self.dtype.itemsize, kept.data_ptr()
+    def keep(self, numbers: Any, saved: Tensor) -> None:
+        """Write the addresses of what is saved for backward."""
+        span, start = self.batch * self.width * self.dtype.itemsize, saved.data_ptr()
         for number, place in enumerate(_KEPT):
             numbers[place] = start + number * span
 
     def state_gradients(self, numbers: Any, grads: Sequence[Given]) -> Tensor:
-        """Return memory [4, B, H]: gradients of the new h and c, which are copied there, and of the old h and c."""
+        """Allocate gradients [4, B, H]: of the new h and c, copied from ``grads``, and of the old h and c."""
         states = torch.zeros(4, self.batch, self.hidden, dtype=self.dtype)
         for row, grad in enumerate(grads):
             if grad is not None:
@@ -164,7 +164,7 @@ class Kernel:
         return states
 
     def totals(self) -> Tensor:
-        """Return memory for the sums that are the gradients of gains and biases."""
+        """Allocate the sums that are the gradients of gains and biases."""
         return torch.zeros(self.threads, 4 * self.width + 2 * self.hidden, dtype=torch.float64)
 
     def small_gradients(self, totals: Tensor) -> list[Tensor]:
@@ -172,16 +172,16 @@ class Kernel:
         total = (totals[0] if self.threads == 1 else totals.sum(0)).to(self.dtype)
         parts = torch.split(total, [self.width] * 4 + [self.hidden] * 2)
         bias, gain, bias_x, gain_x, bias_cell, gain_cell = parts
-        outer = bias if self.site == "sum" else bias_x
-        inner = bias if self.gru and self.site != "sum" else outer
-        return [outer, inner, gain_x, gain, gain, gain_cell, bias_cell]
+        d_bias_ih = bias if self.site == "sum" else bias_x
+        d_bias_hh = bias if self.gru and self.site != "sum" else d_bias_ih
+        return [d_bias_ih, d_bias_hh, gain_x, gain, gain, gain_cell, bias_cell]
 
     def of_present(self, gradients: Sequence[Given]) -> list[Given]:
         return [gradient if present else None for gradient, present in zip(gradients, self.present)]
 
 
 def _laid_out(sizes: dict[str, int], itemsize: int) -> tuple[list[tuple[int, int]], int]:
-    """Return place and offset in bytes of each part of a buffer, and the buffer's size in numbers."""
+    """Return record position and byte offset of each part of a buffer, and the buffer's size in numbers."""
     offsets, size = [], 0
     for name, count in sizes.items():
         if count:
@@ -191,12 +191,12 @@ def _laid_out(sizes: dict[str, int], itemsize: int) -> tuple[list[tuple[int, int
 
 
 def serves(tensors: Sequence[Given]) -> bool:
-    """Return whether these kernels take the tensors: all of one dtype."""
+    """Return whether these kernels accept the tensors: all must have one dtype."""
     return len({t.dtype for t in tensors if t is not None}) == 1
 
 
 class Step:
-    """The step of cells with one setting and tensors of one shape, called with tensors in the order of NAMES."""
+    """Step of cells with one setting and tensors of one shape, called with tensors in the order of NAMES."""
 
     def __init__(self, setting: Setting, tensors: Sequence[Given]) -> None:
         self.setting, self.kernel, self.threads = setting, Kernel(setting, tensors[:STEP]), team.threads()
@@ -215,13 +215,13 @@ class Step:
         return PreparedStep(self.setting, tensors)
 
 
-def _forward(kernel: Kernel, tensors: Sequence[Given], kept: Tensor | None) -> tuple[Tensor, ...]:
+def _forward(kernel: Kernel, tensors: Sequence[Given], saved: Tensor | None) -> tuple[Tensor, ...]:
     buffer = kernel.buffer()
     numbers = kernel.record(FORWARD, buffer, tensors)
     bias = kernel.parameters(numbers, tensors)
     state = kernel.new_state(numbers)
-    if kept is not None:
-        kernel.keep(numbers, kept)
+    if saved is not None:
+        kernel.keep(numbers, saved)
     kernel.run(FORWARD, numbers)
     kernel.idle.append(buffer)
     del bias
@@ -231,32 +231,32 @@ def _forward(kernel: Kernel, tensors: Sequence[Given], kept: Tensor | None) -> t
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, setting: Setting, kernel: Kernel, *tensors: Given) -> tuple[Tensor, ...]:
-        kept = kernel.kept()
-        state = _forward(kernel, tensors, kept)
+        saved = kernel.kept()
+        state = _forward(kernel, tensors, saved)
         ctx.setting, ctx.kernel = setting, kernel
-        ctx.save_for_backward(*tensors, kept)
+        ctx.save_for_backward(*tensors, saved)
         ctx.set_materialize_grads(False)
         return state
 
     @staticmethod
     def backward(ctx: Any, *grads: Given) -> tuple[Given, ...]:
-        *tensors, kept = ctx.saved_tensors
+        *tensors, saved = ctx.saved_tensors
         needed, kernel = ctx.needs_input_grad[2:], ctx.kernel
-        if torch.is_grad_enabled() or batched(grads):  # gradients that will be differentiated, or several at once
+        if torch.is_grad_enabled() or batched(grads):  # create_graph, or a batch of gradients
             return None, None, *_by_the_reference(ctx.setting, tensors, grads, needed)
         buffer = kernel.buffer()
         numbers, totals = kernel.record(BACKWARD, buffer, tensors), kernel.totals()
         bias = kernel.parameters(numbers, tensors)
-        kernel.keep(numbers, kept)
+        kernel.keep(numbers, saved)
         states, numbers[_TOTALS] = kernel.state_gradients(numbers, grads), totals.data_ptr()
-        made = {at: torch.empty_like(tensors[at]) for at, _ in _MATRICES if needed[at]}
+        large = {at: torch.empty_like(tensors[at]) for at, _ in _MATRICES if needed[at]}
         for at, place in _MATRICES:
-            numbers[place] = made[at].data_ptr() if at in made else 0
+            numbers[place] = large[at].data_ptr() if at in large else 0
         kernel.run(BACKWARD, numbers)
         kernel.idle.append(buffer)
         del bias
-        large = made.get(X), states[2], states[3], made.get(W_IH), made.get(W_HH)
-        return None, None, *kernel.of_present([*large, *kernel.small_gradients(totals)])
+        others = large.get(X), states[2], states[3], large.get(W_IH), large.get(W_HH)
+        return None, None, *kernel.of_present([*others, *kernel.small_gradients(totals)])
 
 
 def _by_the_reference(
@@ -264,14 +264,14 @@ def _by_the_reference(
 ) -> list[Given]:
     from ..fused import differentiable_gradients
 
-    whole = [there(tensors[X]).unsqueeze(0), *tensors[1:], *[None] * (COUNT - STEP)]
-    more = [*needed, *[False] * (COUNT - STEP)]
-    d_x, *others = differentiable_gradients(setting, whole, NO_EXTRAS, (None, *grads, None)[:3], more, "cpu")[:STEP]
+    inputs = [there(tensors[X]).unsqueeze(0), *tensors[1:], *[None] * (COUNT - STEP)]
+    wanted = [*needed, *[False] * (COUNT - STEP)]
+    d_x, *others = differentiable_gradients(setting, inputs, NO_EXTRAS, (None, *grads, None)[:3], wanted, "cpu")[:STEP]
     return [None if d_x is None else d_x.squeeze(0), *others]
 
 
 class PreparedStep:
-    """Steps of one sequence with parameters that do not change: packed once, their gradients formed once."""
+    """Steps of one sequence with parameters that do not change: packed once, their gradients computed once."""
 
     def __init__(self, setting: Setting, tensors: Sequence[Given]) -> None:
         self.setting, self.parameters = setting, tensors[W_IH:STEP]
@@ -283,45 +283,45 @@ class PreparedStep:
             self.packed[FORWARD] = {PLACES["packed"]: packed(w_hh, True), PLACES["packed_x"]: packed(w_ih, True)}
             self.packed[BACKWARD] = {PLACES["packed"]: packed(w_hh, False), PLACES["packed_dx"]: packed(w_ih, False)}
         self.graph, self.totals = -1, kernel.totals()
-        self.factors: list[tuple[Tensor, Tensor, Tensor]] = []  # of each step walked back: d, x and h
+        self.factors: list[tuple[Tensor, Tensor, Tensor]] = []  # of each backward step: d, x and h
         self.token: Tensor | None = None
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.parameters):
             self.token = _Parameters.apply(self, *self.parameters)  # type: ignore[no-untyped-call]
 
     def __call__(self, x: Tensor, h: Given, c: Given) -> tuple[Tensor, ...]:
         """Return the new state."""
-        given = (x, h, c)
+        inputs = (x, h, c)
         if torch.is_grad_enabled() and (
-            self.token is not None or any(t is not None and t.requires_grad for t in given)
+            self.token is not None or any(t is not None and t.requires_grad for t in inputs)
         ):
-            return _PreparedStep.apply(self, self.token, *given)  # type: ignore[no-untyped-call, no-any-return]
-        return self.forward(given, None)
+            return _PreparedStep.apply(self, self.token, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+        return self.forward(inputs, None)
 
-    def record(self, way: int, buffer: Tensor, given: Sequence[Given]) -> Any:
-        numbers = self.kernel.record(way, buffer, given)
+    def record(self, way: int, buffer: Tensor, inputs: Sequence[Given]) -> Any:
+        numbers = self.kernel.record(way, buffer, inputs)
         for place, tensor in self.packed[way].items():
             numbers[place] = tensor.data_ptr()
         return numbers
 
-    def forward(self, given: Sequence[Given], kept: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(self, inputs: Sequence[Given], saved: Tensor | None) -> tuple[Tensor, ...]:
         kernel, buffer = self.kernel, self.kernel.buffer()
-        numbers = self.record(FORWARD, buffer, given)
+        numbers = self.record(FORWARD, buffer, inputs)
         state = kernel.new_state(numbers)
-        if kept is not None:
-            kernel.keep(numbers, kept)
+        if saved is not None:
+            kernel.keep(numbers, saved)
         kernel.run(FORWARD, numbers)
         kernel.idle.append(buffer)
         return state
 
-    def backward(self, given: Sequence[Given], kept: Tensor, grads: Sequence[Given], graph: int) -> list[Given]:
-        """Return the gradients of x, h and c; those of the parameters are left for the end of this backward pass."""
-        if graph != self.graph:  # another backward pass: what an unfinished one has left is of no use
+    def backward(self, inputs: Sequence[Given], saved: Tensor, grads: Sequence[Given], graph: int) -> list[Given]:
+        """Return the gradients of x, h and c; those of the parameters follow at the end of this backward pass."""
+        if graph != self.graph:  # a new backward pass: discard the sums of an unfinished one
             self.graph, self.totals, self.factors = graph, self.kernel.totals(), []
         kernel, buffer = self.kernel, self.kernel.buffer()
-        numbers = self.record(BACKWARD, buffer, given)
-        kernel.keep(numbers, kept)
+        numbers = self.record(BACKWARD, buffer, inputs)
+        kernel.keep(numbers, saved)
         states, numbers[_TOTALS] = kernel.state_gradients(numbers, grads), self.totals.data_ptr()
-        x, h = there(given[X]), given[H]
+        x, h = there(inputs[X]), inputs[H]
         d, d_x = x.new_empty(2, kernel.batch, kernel.width), torch.empty_like(x)
         numbers[PLACES["d_raw"]], numbers[PLACES["d_summed"]] = d[0].data_ptr(), d[1].data_ptr()
         numbers[PLACES["dx"]] = d_x.data_ptr()
@@ -329,10 +329,10 @@ class PreparedStep:
         kernel.idle.append(buffer)
         if self.token is not None:
             self.factors.append((d, x, kernel.held["zeros"] if h is None else h))
-        return [d_x, *(None if t is None else g for t, g in zip(given[1:], states[2:]))]
+        return [d_x, *(None if t is None else g for t, g in zip(inputs[1:], states[2:]))]
 
     def parameter_gradients(self) -> list[Given]:
-        """Return the gradients of the parameters, of all steps that were walked back."""
+        """Return the gradients of the parameters, summed over all steps of this backward pass."""
         w_ih, w_hh = (SumOfProducts(there(w)) for w in self.parameters[:2])
         if self.factors:
             d, x, h = zip(*self.factors)
@@ -345,7 +345,7 @@ class PreparedStep:
 
 
 class _Parameters(torch.autograd.Function):
-    """Makes the token that every step of a sequence takes, so that this is walked back after all of them."""
+    """Token that every step of a sequence takes, so that autograd calls this backward after those of all steps."""
 
     @staticmethod
     def forward(ctx: Any, steps: PreparedStep, *parameters: Given) -> Tensor:
@@ -362,11 +362,11 @@ class _Parameters(torch.autograd.Function):
 
 class _PreparedStep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, steps: PreparedStep, token: Given, *given: Given) -> tuple[Tensor, ...]:
-        kept = steps.kernel.kept()
-        state = steps.forward(given, kept)
+    def forward(ctx: Any, steps: PreparedStep, token: Given, *inputs: Given) -> tuple[Tensor, ...]:
+        saved = steps.kernel.kept()
+        state = steps.forward(inputs, saved)
         ctx.steps = steps
-        ctx.save_for_backward(*given, kept)
+        ctx.save_for_backward(*inputs, saved)
         ctx.set_materialize_grads(False)
         return state
 
@@ -375,6 +375,6 @@ class _PreparedStep(torch.autograd.Function):
         if torch.is_grad_enabled() or batched(grads):
             rule = "gradients of lamina.loop come once and one at a time"
             raise BackendError(f"{rule}, got create_graph=True or is_grads_batched=True. Call the cell itself.")
-        *given, kept = ctx.saved_tensors
+        *inputs, saved = ctx.saved_tensors
         graph = torch._C._current_graph_task_id()
-        return None, None, *ctx.steps.backward(given, kept, grads, graph)
+        return None, None, *ctx.steps.backward(inputs, saved, grads, graph)

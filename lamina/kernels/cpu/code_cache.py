@@ -1,7 +1,7 @@
-"""Compiled kernels: read from their folder, or compiled now and put there.
+"""Compiled kernels: loaded from their cache files, or compiled and written there.
 
-Machine code alone is kept, and loaded without numba, whose import and own cache take longer than a warm start may.
-A file says what it must find in the process and carries its digest: one that is cut off or altered is made anew.
+A cache file holds machine code, loaded without numba: numba's import and its own cache take longer than a warm start
+may. The file lists the symbols that the code needs and carries a digest: a truncated or altered one is replaced.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from ... import notices
 from . import machine
 
 _lock = threading.RLock()
-_KEPT: list[Any] = []  # engines: code goes when they do
+_KEPT: list[Any] = []  # engines: their machine code is freed with them
 _stub = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
 
 
 @dataclass(frozen=True)
 class Code:
-    """Machine code, the name of its entry and those of what it refers to."""
+    """Machine code, the name of its entry point and the symbols that it refers to."""
 
     entry: str
     needs: Sequence[str]
     code: bytes
 
     def to_bytes(self) -> bytes:
-        told = {**asdict(self), "code": hashlib.sha256(self.code).hexdigest()}
-        return json.dumps(told).encode() + b"\n" + self.code
+        header = {**asdict(self), "code": hashlib.sha256(self.code).hexdigest()}
+        return json.dumps(header).encode() + b"\n" + self.code
 
     @staticmethod
     def from_bytes(data: bytes) -> Code | None:
-        """None where it is not whole."""
-        head, _, code = data.partition(b"\n")
+        """Return the code of a cache file's content; None where that is truncated or altered."""
+        first_line, _, code = data.partition(b"\n")
         try:
-            told = json.loads(head)
+            header = json.loads(first_line)
         except ValueError:
             return None
-        whole = isinstance(told, dict) and told.get("code") == hashlib.sha256(code).hexdigest()
-        return Code(told["entry"], told["needs"], code) if whole else None
+        intact = isinstance(header, dict) and header.get("code") == hashlib.sha256(code).hexdigest()
+        return Code(header["entry"], header["needs"], code) if intact else None
 
 
 @cache
 def address(name: str) -> int:
-    """Of a kernel's entry."""
+    """Return the address of a kernel's entry point; compile the kernel where it has no intact cache file."""
     with _lock:
         _ready()
-        found = _read(name)
-        if found is None:
+        code = _read(name)
+        if code is None:
             with notices.compiling():
-                found = _compiled(name)
-            _keep(name, found)
-        return _loaded(found)
+                code = _compiled(name)
+            _keep(name, code)
+        return _loaded(code)
 
 
 def _read(name: str) -> Code | None:
-    """Return a kernel from its file; None where there is none, or none that is whole and can be read."""
+    """Return a kernel's code from its cache file; None where that is missing, unreadable, truncated or altered."""
     try:
         return Code.from_bytes((machine.folder() / f"{name}.code").read_bytes())
     except OSError:
@@ -78,39 +78,39 @@ def _compiled(name: str) -> Code:
 
 
 def _keep(name: str, code: Code) -> None:
-    """Write a kernel to its file, or warn that later processes will compile it again."""
+    """Write a kernel's cache file; where that fails, warn that later processes will compile the kernel again."""
     try:
         _write(machine.folder() / f"{name}.code", code.to_bytes())
     except OSError as error:
         notices.warn("cache", error=error)
 
 
-def _write(place: Path, data: bytes) -> None:
-    """Whole or not at all; several processes may do so at once."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+def _write(path: Path, data: bytes) -> None:
+    """Write a file atomically, since several processes may write it at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(data)
-    os.replace(file.name, place)
+    os.replace(file.name, path)
 
 
-def _loaded(found: Code) -> int:
-    """In an engine of its own: no code meets another's names."""
+def _loaded(code: Code) -> int:
+    """Load code and return its entry point's address; an engine per kernel keeps their symbols from clashing."""
     from llvmlite import binding
 
-    for name in found.needs:
-        if binding.address_of_symbol(name) is None:  # of numba's errors, which these kernels never make
+    for name in code.needs:
+        if binding.address_of_symbol(name) is None:  # symbols of numba's errors, which these kernels never raise
             _symbol(name, _stub)
-    machine = binding.Target.from_default_triple().create_target_machine()
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
-    engine.add_object_file(binding.ObjectFileRef.from_data(found.code))
+    target_machine = binding.Target.from_default_triple().create_target_machine()
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target_machine)
+    engine.add_object_file(binding.ObjectFileRef.from_data(code.code))
     engine.finalize_object()
     _KEPT.append(engine)
-    return int(engine.get_function_address(found.entry))
+    return int(engine.get_function_address(code.entry))
 
 
 @cache
 def _ready() -> None:
-    """LLVM, and what kernels know of their team."""
+    """Initialise LLVM, and register the symbols of the thread team that kernels call."""
     from llvmlite import binding
 
     from . import team

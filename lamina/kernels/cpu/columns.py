@@ -1,7 +1,7 @@
-"""Columns on a CPU: statistics of each feature over the rows of a batch, and the gradients of batch norm.
+"""Loops over columns on a CPU: statistics of each feature over the rows of a batch, and the gradients of batch norm.
 
-Loops run along a row, one number a feature; sums over rows stand in rows of their own. Four rows are added at once
-where there are as many: their sum is loaded and stored once.
+Loops run along a row, one number per feature; sums over rows are rows themselves. Four rows at a time are added where
+possible, so that the sum is loaded and stored once for four.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _add_four = loop("add_rows", lambda a, b, c, d, out: out + ((a + b) + (c + d)), 
 
 
 def _carefully(x: Lanes, out: Lanes, lost: Lanes) -> tuple[Lanes, Lanes]:
-    """out + x, and what rounding took from it (Kahan): sums of 2^15 rows are as exact as the library's."""
+    """Return out + x and its rounding error (Kahan): sums of 2^15 rows are as exact as torch's."""
     x = x - lost
     total = out + x
     return total, (total - out) - x
@@ -48,9 +48,9 @@ _around_four = loop("around_rows", _spread_four, 7, [5, 6])
 
 
 def _settled(std: bool) -> Any:
-    """Mean, variance and 1/deviation from the sums of x - mean and of its squares.
+    """Return a formula for mean, variance and 1/deviation from the sums of x - mean and of its squares.
 
-    1/deviation is 0 where the deviation is 0 or infinite, as the reference has it.
+    1/deviation is 0 where the deviation is 0 or infinite, as in the reference.
     """
 
     def settle(rest, squares, mean, var, scale, n, eps):
@@ -71,7 +71,7 @@ _settle_std = loop("settle_std", _settled(True), 5, [2, 3, 4], 2)
 
 @part
 def _total(place, away, index, count, width, total, spare, like):
-    """Sums over the listed rows, ``away`` bytes apart, in blocks; ``spare``: 2 rows."""
+    """Sum the listed rows, ``away`` bytes apart, in blocks; ``spare``: 2 rows of scratch."""
     listed, lost = numbers(index, count, np.int64(0)), spare + width * bytes_of(like)
     rows.fill(total, width, like, like)
     rows.fill(lost, width, like, like)
@@ -100,7 +100,7 @@ def _total(place, away, index, count, width, total, spare, like):
 
 @part
 def column_moments(place, away, index, count, width, mean, var, scale, eps, std, spare, like):
-    """Mean, biased variance and 1/deviation of each column over the listed rows; ``spare``: 6 rows."""
+    """Write mean, biased variance and 1/deviation of each column over the listed rows; ``spare``: 6 rows of scratch."""
     apart()
     row, n = width * bytes_of(like), constant(float(max(count, np.int64(1))), like)
     listed = numbers(index, count, np.int64(0))
@@ -138,7 +138,7 @@ def column_moments(place, away, index, count, width, mean, var, scale, eps, std,
         _settle_var(rest, squares, mean, var, scale, width, n, eps, like)
 
 
-# Normalised rows. ``xhat`` may lie where x does.
+# Normalised rows. ``xhat`` may overwrite x.
 
 
 def _normed(x, out, xhat, mean, scale, gain, bias):
@@ -147,7 +147,7 @@ def _normed(x, out, xhat, mean, scale, gain, bias):
 
 
 def _both_normed(z, x, xhat, mean, scale, gain, mean_x, scale_x, gain_x, bias):
-    """Both sides of a gate: their sum takes the place of z, x^ of the input's side that of x."""
+    """Normalise both sides of a gate: their sum overwrites z, x^ of the input's side overwrites x."""
     normed, normed_x = (z - mean) * scale, (x - mean_x) * scale_x
     return normed * gain + (normed_x * gain_x + bias), normed_x, normed
 
@@ -163,7 +163,7 @@ def _output(o, c, h, mean, scale, gain, bias):
 
 
 def _carried_output(o, c, h, mean, scale, gain, bias):
-    """h, and the c that is carried, normalised."""
+    """Return the normalised c, which is carried on, and h."""
     seen = (c - mean) * scale * gain + bias
     up, down = v.tanh_parts(seen)
     return seen, up / (v.one_plus_exp(o) * down)
@@ -176,7 +176,7 @@ carried_output = loop("batch_carried_output", _carried_output, 7, [1, 2])
 
 
 def _through_output(o, c, dh, d, mean, scale, gain, bias, to_bias, to_gain, *later):
-    """Gradients of o, of the normed c and of its bias and gain; c becomes x^. ``later``: dc, of the c carried on."""
+    """Return gradients of o, the normed c and its bias and gain; x^ overwrites c. ``later``: dc of a carried c."""
     normed = (c - mean) * scale
     seen = v.tanh(normed * gain + bias)
     d_o, d = dh * seen * o * (1.0 - o), dh * o * (1.0 - seen * seen)
@@ -211,7 +211,7 @@ def _slopes(to_bias, to_gain, scale, level, slope, n):
 
 
 def _slopes_std(to_bias, to_gain, scale, level, slope, n, eps):
-    """Where eps was added to s itself, the second is multiplied by (s + eps)/s."""
+    """Return level and slope where eps was added to the deviation s: the slope is multiplied by (s + eps)/s."""
     share = 1.0 - scale * eps
     steep = scale.where(">", 0.0, share.where(">", 0.0, to_gain / n / share, 0.0), 0.0)
     return to_bias / n, steep
@@ -224,7 +224,10 @@ through = loop("batch_through", lambda d, y, factor, level, slope, out: factor *
 
 @part
 def gather(d, d_away, y, y_away, index, count, width, sums, sums_away, spare, like):
-    """Add up d and d y over the listed rows, in blocks, at ``sums`` and ``sums_away`` bytes on; ``spare``: 4 rows."""
+    """Sum d and d y over the listed rows, in blocks, to ``sums`` and ``sums_away`` bytes after it.
+
+    ``spare``: 4 rows of scratch.
+    """
     apart()
     listed, row = numbers(index, count, np.int64(0)), width * bytes_of(like)
     lost = spare + 2 * row
@@ -263,9 +266,9 @@ def gather(d, d_away, y, y_away, index, count, width, sums, sums_away, spare, li
 
 @part
 def factors(sums, sums_away, scale, gain, live, count, eps, std, width, out, out_away, like):
-    """Three rows by which d becomes the gradient factor (d - level - x^ slope) of what was normalised.
+    """Write the rows factor, level and slope of the norm's gradient factor (d - level - x^ slope).
 
-    Where the statistics were known beforehand, level and slope are 0.
+    Level and slope are 0 where the statistics were known beforehand.
     """
     apart()
     n = constant(float(max(count, np.int64(1))), like)

@@ -1,4 +1,4 @@
-"""The CPU's kernels: one thread's part of a call each, by the address of what the call is about."""
+"""Entry points of the kernels: each runs one thread's part of a call, given the address of its call record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .matmul import PANEL, multiply, outer, pack_share
 
 @part
 def many_rows(address, thread, like):
-    """A thread's columns of out = left times a matrix, or its rows."""
+    """Compute a thread's columns, or its rows, of out = left times a matrix."""
     p, size = call_at(address), bytes_of(like)
     spare = p.scratch + thread * p.scratch_size * size
     first, last, begin, end = np.int64(0), p.rows, np.int64(0), panels(p, like)
@@ -31,7 +31,7 @@ def many_rows(address, thread, like):
 
 @part
 def gradient(address, thread, like):
-    """A thread's rows of out = or += left^T times a matrix."""
+    """Compute a thread's rows of out = or += left^T times a matrix."""
     p, size = call_at(address), bytes_of(like)
     count = (p.depth * size + PANEL - 1) // PANEL
     first, last = count * thread // p.threads, count * (thread + 1) // p.threads
@@ -41,18 +41,18 @@ def gradient(address, thread, like):
 
 @part
 def panels_of(address, thread, like):
-    """A thread's panels of a matrix."""
+    """Pack a thread's panels of a matrix."""
     p = call_at(address)
     pack_share(p.weight, p.depth, p.columns, p.turned, p.packed, thread, p.threads, like)
 
 
 @part
 def panels(p, like):
-    """How many a matrix has."""
+    """Return the number of panels of a matrix."""
     return (p.columns * bytes_of(like) + PANEL - 1) // PANEL
 
 
-# Entries: one thread's part of a call. A kernel is compiled when it is asked for: each takes seconds.
+# Entry points: one thread's part of a call. Each is compiled on first use, because compiling takes seconds.
 
 
 def forward_float32(address):
@@ -112,5 +112,5 @@ def packs_float64(address):
 
 
 def compiled(name: str) -> Code:
-    """Return an entry's machine code, by its name."""
+    """Compile the entry point ``name`` and return its machine code."""
     return Code(*machine_code(globals()[name]))

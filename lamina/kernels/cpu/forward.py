@@ -1,7 +1,7 @@
-"""Forward on a CPU: every step of some rows of the batch.
+"""Forward kernel on a CPU: all steps of some rows of the batch.
 
-Threads take rows of the batch and never wait for each other; for one row they share the columns of the product, and
-meet before and after it.
+Threads split the rows of the batch and need no barrier. For a single row they split the columns of the product, with
+a barrier before and after it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .rows import moments
 
 @part
 def _keep_deviations(p, row, notes, like):
-    """For backward, one of each group."""
+    """Save 1/deviation of each group for backward."""
     kept, counts = numbers(p.rstd, (row + 1) * p.groups, like), numbers(p.sizes, p.groups, np.int64(0))
     found, gate = numbers(notes, 2 * p.gates, like), 0
     for group in range(p.groups):
@@ -43,9 +43,9 @@ def _keep_deviations(p, row, notes, like):
 
 @part
 def _sides(p, row, z, a, ah, spare, notes, like):
-    """A gate's two sides, each normalised, added up in ``a``; a GRU's candidate has its recurrent side in ``ah``.
+    """Write the sum of each gate's two normalised sides to ``a``, the recurrent side of a GRU's candidate to ``ah``.
 
-    x^ of the recurrent side stays for backward, or goes to ``spare``.
+    x^ of the recurrent side is saved for backward, or goes to ``spare``.
     """
     apart()
     size, H = bytes_of(like), p.hidden
@@ -84,7 +84,7 @@ def _sides(p, row, z, a, ah, spare, notes, like):
 
 @part
 def _lstm(p, a, c_old, c, h, like):
-    """From the summed inputs of the gates to c and h."""
+    """Compute c and h from the summed inputs of the gates."""
     apart()
     size, H = bytes_of(like), p.hidden
     step = H * size
@@ -102,7 +102,7 @@ def _lstm(p, a, c_old, c, h, like):
 
 @part
 def _forward_row(p, t, b, row, z, scratch, like):
-    """A case's step; ``row``: where it lies in tensors without padding, ``z``: its recurrent product."""
+    """Run one step of a case; ``row``: its row in tensors without padding, ``z``: its recurrent product."""
     size, H = bytes_of(like), p.hidden
     W, at, plane = p.gates * H, b * H * size, p.batch * H * size
     h_old, h_new = old_h(p, t, b, like), p.hist + (t + 1) * plane + at
@@ -133,7 +133,7 @@ def _forward_row(p, t, b, row, z, scratch, like):
 
 @part
 def _factor(p, t, first, step, count, at, like):
-    """Where the product's left factor of step t lies: the history, or rows that are not neighbours or not as there."""
+    """Return the address of step t's left factor: history, or ``operand`` with gathered, reset or dropped rows."""
     size, H = bytes_of(like), p.hidden
     if p.operand == 0:
         return p.hist + (t * p.batch + first) * H * size
@@ -149,7 +149,7 @@ def _factor(p, t, first, step, count, at, like):
 
 @part
 def _pack_both(p, thread, like):
-    """Pack the matrices of a single step; several rows need them so."""
+    """Pack the matrices of a single step, for products of several rows."""
     pack_share(p.weight_x, p.depth, p.gates * p.hidden, True, p.packed_x, thread, p.threads, like)
     pack_share(p.weight, p.hidden, p.gates * p.hidden, True, p.packed, thread, p.threads, like)
     if p.threads > 1:
@@ -158,7 +158,7 @@ def _pack_both(p, thread, like):
 
 @part
 def _project_frame(p, first, last, spare, like):
-    """W_x x of a single step."""
+    """Compute W_x x of a single step."""
     W, size = p.gates * p.hidden, bytes_of(like)
     left, out = p.left + first * p.depth * size, p.summed + first * W * size
     if p.packed_x == 0:
@@ -169,13 +169,15 @@ def _project_frame(p, first, last, spare, like):
 
 @part
 def forward_rows(address, thread, like):
-    """Steps begin to end of a thread's rows."""
+    """Run steps begin to end of a thread's rows."""
     p, size = call_at(address), bytes_of(like)
     H, scratch = p.hidden, p.scratch + thread * p.scratch_size * size
     W, begin, end = p.gates * H, np.int64(0), p.gates * H
     first, last, step, at = slots_of(p, thread)
     if p.shared:
-        begin, end = share_of(W, thread, p.threads, np.int64(16))  # a number's sum is the same for any share
+        begin, end = share_of(
+            W, thread, p.threads, np.int64(16)
+        )  # multiples of 16: the bits do not depend on the split
     if p.packs:
         _pack_both(p, thread, like)
     if p.packed_x != 0 or p.weight_x != 0:
@@ -195,7 +197,7 @@ def forward_rows(address, thread, like):
             slot = first + n * step
             _forward_row(p, t, case_of(p, slot), row_of(p, t, slot), z + n * p.z_row * size, scratch, like)
         for slot in range(first + count * step, last, step):
-            b = case_of(p, slot)  # it has ended, and its output is 0
+            b = case_of(p, slot)  # this case has ended: its output is 0
             rows.fill(p.hist + ((t + 1) * p.batch + b) * H * size, H, like, like)
         if p.shared:
             meet()

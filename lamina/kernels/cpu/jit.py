@@ -1,8 +1,8 @@
-"""All that the kernels use of numba beyond its documented interface.
+"""Everything that uses numba beyond its documented interface.
 
-numba optimises each function, with all that it calls, and makes machine code of it; a kernel of twenty functions is
-optimised five times over. Here only the kernel is: its parts are lowered and handed on as they are. That halves the
-time of a first call.
+numba optimises each function together with all its callees, and generates machine code for it: a kernel of twenty
+functions is optimised five times over. Here only the entry point is optimised: its parts are lowered to LLVM IR and
+linked in unoptimised. This halves the time of a first call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .call_record import FIELDS
 
 
 class _HandedOn(JITCodeLibrary):  # type: ignore[misc]
-    """A library that becomes part of others, and no code of its own."""
+    """Library that is linked into others and has no machine code of its own."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -37,7 +37,7 @@ class _HandedOn(JITCodeLibrary):  # type: ignore[misc]
 
 
 class _Silent:
-    """numba's code generator. What a function would need to raise errors is set in its code, and there is none."""
+    """numba's code generator without environments: they serve to raise errors, and a part has no code to hold one."""
 
     def __init__(self, codegen: Any) -> None:
         self._codegen = codegen
@@ -50,7 +50,7 @@ class _Silent:
 
 
 class Part(Compiler):  # type: ignore[misc]
-    """numba's compiler, but for the library."""
+    """numba's compiler, with a library that is linked into others."""
 
     def __init__(self, typingctx: Any, targetctx: Any, library: Any, *others: Any) -> None:
         if library is None:
@@ -59,21 +59,21 @@ class Part(Compiler):  # type: ignore[misc]
         super().__init__(typingctx, targetctx, library, *others)
 
 
-# What Python would need to call a part takes longer to compile than the part does; nor does it own memory.
-# A constant whole number as an argument is np.int64(n): for a plain one numba compiles anew.
+# No Python wrappers: they take longer to compile than the part itself. No NRT: parts own no memory.
+# Pass integer constants as np.int64(n): for each literal int numba compiles the callee again.
 BARE: dict[str, Any] = {
     "error_model": "numpy", "nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False,
     "pipeline_class": Part,
 }  # fmt: skip
 part = njit(**BARE)
-# Of the team, from ``team``: a thread's number in it, and a place where all its threads meet.
+# The thread's number in its team, and the team's barrier: ``code_cache`` resolves these symbols.
 thread_number = types.ExternalFunction("lamina_thread", types.int32())
 meet = types.ExternalFunction("lamina_meet", types.void())
 
 
 @intrinsic
 def apart(typingctx: Any) -> Any:
-    """The function that says so stays one: copies of a loop wherever it is called would be compiled again and again."""
+    """Forbid inlining of the calling function: every inlined copy of its loops would be compiled again."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.function.attributes.add("noinline")
@@ -84,14 +84,14 @@ def apart(typingctx: Any) -> Any:
 
 @intrinsic
 def bytes_of(typingctx: Any, like: Any) -> Any:
-    """Known when compiled."""
+    """Return the size of a number in bytes, as a compile-time constant."""
     size = like.bitwidth // 8
     return types.int64(like), lambda context, builder, signature, args: ir.Constant(ir.IntType(64), size)
 
 
 @intrinsic
 def numbers(typingctx: Any, address: Any, count: Any, like: Any) -> Any:
-    """An array of what lies there, of numbers like ``like``. numba's own ``carray`` takes long to compile."""
+    """Return an array over ``count`` numbers like ``like`` at an address; numba's ``carray`` is slow to compile."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.return_type
@@ -108,7 +108,7 @@ def numbers(typingctx: Any, address: Any, count: Any, like: Any) -> Any:
 
 @intrinsic
 def call_at(typingctx: Any, address: Any) -> Any:
-    """The call whose numbers lie there: p.batch and so on."""
+    """Return the call record at an address, with fields p.batch and so on."""
     record = from_dtype(np.dtype([(name, np.int64) for name in FIELDS]))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -118,7 +118,7 @@ def call_at(typingctx: Any, address: Any) -> Any:
 
 
 def machine_code(function: Any) -> tuple[str, list[str], bytes]:
-    """Compile an entry; return its symbol, the symbols it refers to, and its machine code."""
+    """Compile an entry point; return its symbol, the symbols it refers to, and its machine code."""
     library = cfunc(types.void(types.int64), error_model="numpy", _nrt=False)(function)
     native, module = library.native_name, library._library._final_module
     referred = [x.name for some in (module.functions, module.global_variables) for x in some if x.is_declaration]

@@ -1,6 +1,6 @@
-"""Recurrences on a CPU: products of all steps by torch, everything else by ``entries``'s kernels.
+"""Forward and backward pass of a layer on a CPU, by the kernels of ``entries``.
 
-``forward`` and ``backward`` are what ``fused`` wraps with gradients; their tensors travel in the order of its NAMES.
+``fused`` wraps ``forward`` and ``backward`` as an autograd function; their tensors are in the order of NAMES.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from . import machine, team
 from .call_record import PLACES
 from .machine import DEPTH, LEFTS, STRETCH, TILE, panel_width
 
-CHUNK = 512  # rows whose W_x x, or gradients, are there at once: what is not kept stays in the caches
+CHUNK = 512  # rows whose W_x x, or gradients, are in memory at once: without saving they stay in the caches
 KINDS = {torch.float32: "float32", torch.float64: "float64"}
-PIECE = 2048  # rows of one product at most that becomes a part of a matrix's gradient
-BLOCK = 64  # such products that are added up before they meet the sum of all
-FEW = 64  # rows of a product for each thread below which threads take columns: rows are shared at the price of packing
-SHARE = 2**15  # numbers of a matrix that are worth a thread of their own where threads share one row's product
-WORTH = 2**17  # multiplications of a product, likewise
+PIECE = 2048  # most rows in one float32 sum of a matrix's gradient
+BLOCK = 64  # such sums that are added up before they join the total
+FEW = 64  # rows per thread below which threads split a product's columns: splitting rows costs more packing
+SHARE = 2**15  # weights per thread that are worth a thread of their own, for the product of one row
+WORTH = 2**17  # multiplications per thread that are worth a thread of their own, for products of many rows
 
 
 class Job:
-    """The numbers of one kernel call, and the tensors whose addresses are among them."""
+    """Call record of one kernel call, and the tensors whose addresses it holds."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -39,7 +39,7 @@ class Job:
         self.held: dict[str, Tensor] = {}
 
     def set(self, **fields: Any) -> None:
-        """Numbers as they are, tensors as their address; they live as long as the job."""
+        """Write fields of the record: numbers, or tensors as addresses; the job keeps the tensors alive."""
         numbers, held = self.numbers, self.held
         for name, value in fields.items():
             if isinstance(value, Tensor):
@@ -48,7 +48,7 @@ class Job:
             numbers[PLACES[name]] = value
 
     def let_go(self, *names: str) -> None:
-        """Of tensors that are not needed again."""
+        """Drop tensors that are not needed again, and clear their addresses."""
         for name in names:
             self.held.pop(name, None)
             self.numbers[PLACES[name]] = 0
@@ -66,11 +66,11 @@ class Job:
         return tensor
 
     def full(self, count: int, value: float) -> Tensor:
-        """Of one value; never written to."""
+        """Return a cached tensor of one value, which must never be written to."""
         return _constants(count, value, self.dtype)
 
     def as_read(self, tensor: Tensor) -> Tensor:
-        """In the kernels' dtype, its numbers side by side."""
+        """Return the tensor in the kernels' dtype, contiguous."""
         ready = tensor.dtype is self.dtype and tensor.is_contiguous()
         return tensor if ready else tensor.detach().to(self.dtype).contiguous()
 
@@ -88,7 +88,7 @@ def _whole_numbers(values: tuple[int, ...]) -> Tensor:
 
 
 def packed(weight: Tensor, turned: bool, out: Tensor | None = None) -> Tensor:
-    """A matrix, or its transpose, as products of several rows take it: [panels, depth, columns of a panel]."""
+    """Return packed panels of a matrix or its transpose, for products of several rows: [panels, depth, panel width]."""
     depth, columns = (weight.shape[1], weight.shape[0]) if turned else weight.shape
     panel = panel_width(weight.element_size())
     job = Job(weight.dtype)
@@ -99,7 +99,7 @@ def packed(weight: Tensor, turned: bool, out: Tensor | None = None) -> Tensor:
 
 
 def multiply(left: Tensor, weight: Tensor, turned: bool, out: Tensor) -> None:
-    """out = left times a matrix or its transpose: a row's numbers are the same bits among few rows and among many."""
+    """Write left times a matrix or its transpose to ``out``; a row's bits do not depend on the number of rows."""
     (rows, depth), columns = left.shape, out.shape[1]
     if depth == 0:
         out.zero_()
@@ -117,7 +117,7 @@ def multiply(left: Tensor, weight: Tensor, turned: bool, out: Tensor) -> None:
 
 
 def add_outer(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
-    """out = or += left^T right."""
+    """Write left^T right to ``out``, or add it."""
     (rows, height), width = left.shape, right.shape[1]
     if rows == 0 or width == 0:
         if not add:
@@ -134,15 +134,15 @@ def add_outer(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
 
 
 def prepared(setting: Setting, tensors: Sequence[Given], extras: Sequence[Given]) -> Call:
-    """A call for forward and then backward, whose parameters need looking at but once."""
+    """Return a call for forward and then backward, so that parameters are prepared only once."""
     return Call(setting, dict(zip(NAMES, tensors)), extras)
 
 
 class _Ragged:
-    """Sequences of several lengths: cases by falling length, so that those which still have steps are neighbours.
+    """Slots for cases of several lengths: longest first, so that those that still have steps are neighbours.
 
-    order: cases [B]; counts: how many have a step t [T]; starts: rows of earlier steps [T+1], ``begins`` as a list;
-    index: where the rows without padding lie among the steps and cases.
+    order: cases [B]; counts: number of cases that have a step t [T]; starts: rows of earlier steps [T+1], ``begins``
+    as a list; index: positions in [T * B] of the rows without padding.
     """
 
     def __init__(self, lengths: Tensor, steps: int, batch: int) -> None:
@@ -157,7 +157,7 @@ class _Ragged:
 
 
 class Call(Job):
-    """What forward and backward of a recurrence have in common."""
+    """Call record and tensors that forward and backward of a recurrence share."""
 
     def __init__(self, setting: Setting, by_name: dict[str, Given], extras: Sequence[Given]) -> None:
         x, weight = _there(by_name["input"]), _there(by_name["weight_hh"])
@@ -184,27 +184,27 @@ class Call(Job):
             self.set(**{name: self._state(state) for name, state in states.items()})
 
     def copy(self) -> Call:
-        """Another of the same numbers: several threads may walk back through one graph."""
+        """Return a copy with its own record: several threads may run backward through one graph."""
         other = copy.copy(self)
         other.numbers, other.held = type(self.numbers).from_buffer_copy(self.numbers), dict(self.held)
         return other
 
     def _parameters(self, by_name: dict[str, Given]) -> None:
-        """Gains of 1 and biases of 0 where there are none; biases that are only ever seen as their sum, as that."""
+        """Set gains (1 where absent) and biases (0 where absent); biases that only occur as their sum are added."""
         gain = by_name["gain_hh"] if self.form.site == "hh" else by_name["gain_sum"]
         bias_ih, bias_hh = by_name["bias_ih"], by_name["bias_hh"]
-        apart = self.form.cell == "GRU"
-        outer = [b for b in ((bias_ih,) if apart else (bias_ih, bias_hh)) if b is not None]
-        total = self.full(self.width, 0.0) if not outer else outer[0] if len(outer) == 1 else outer[0] + outer[1]
-        inner = bias_hh if apart and bias_hh is not None else self.full(self.width, 0.0)
+        gru = self.form.cell == "GRU"
+        biases = [b for b in ((bias_ih,) if gru else (bias_ih, bias_hh)) if b is not None]
+        bias_x = self.full(self.width, 0.0) if not biases else biases[0] if len(biases) == 1 else biases[0] + biases[1]
+        bias = bias_hh if gru and bias_hh is not None else self.full(self.width, 0.0)
         ones = self.full(self.width, 1.0)
-        found = {
-            "gain": ones if gain is None or not self.form.site else gain, "bias": inner, "bias_x": total,
+        parameters = {
+            "gain": ones if gain is None or not self.form.site else gain, "bias": bias, "bias_x": bias_x,
             "gain_x": by_name["gain_ih"] if by_name["gain_ih"] is not None else ones,
             "gain_cell": by_name["gain_cell"] if by_name["gain_cell"] is not None else ones,
             "bias_cell": by_name["bias_cell"] if by_name["bias_cell"] is not None else self.full(self.hidden, 0.0),
         }  # fmt: skip
-        self.set(**{name: self.as_read(t) for name, t in found.items()})
+        self.set(**{name: self.as_read(t) for name, t in parameters.items()})
 
     def _extras(self, extras: Sequence[Given]) -> None:
         lengths, resets, keep_h, keep_c, drop = extras
@@ -224,21 +224,21 @@ class Call(Job):
 
     @property
     def product_rows(self) -> int:
-        """Return the rows of a step's product: as many for each thread."""
+        """Return the number of rows of a step's product: equally many for each thread."""
         return self.threads * -(-self.batch // self.threads)
 
     def first_row(self, step: int) -> int:
-        """Return the row where a step's cases begin in tensors that hold no padding."""
+        """Return the first row of a step in tensors without padding."""
         return step * self.batch if self.ragged is None else self.ragged.begins[step]
 
     def last(self, states: Tensor) -> Tensor:
-        """Return each case's last state, of all states or of those that steps have overwritten."""
+        """Return each case's last state, from all states or from one state that steps overwrite."""
         if self.ragged is None or states.shape[0] == 1:
             return states[-1].clone()
         return states[self.ragged.lengths, torch.arange(self.batch)]
 
     def without_padding(self, tensor: Tensor, begin: int, end: int) -> Tensor:
-        """Return a row of the tensor [T, B, D] for each step and case from ``begin`` to ``end``, but no padding."""
+        """Return the rows of a tensor [T, B, D] from step ``begin`` to ``end``, without padding."""
         if self.ragged is None:
             return tensor[begin:end].flatten(0, 1)
         return tensor.flatten(0, 1).index_select(0, self.ragged.index[self.first_row(begin) : self.first_row(end)])
@@ -247,17 +247,17 @@ class Call(Job):
         return torch.zeros(self.batch, self.hidden, dtype=self.dtype) if state is None else self.as_read(state)
 
     def _mask(self, name: str, mask: Tensor) -> None:
-        """A row of units for each step and case; one number for all as one row."""
+        """Set a zoneout mask: a row for each step and case, or for a single rate one row with strides 0."""
         size = self.dtype.itemsize
         rate = not any(mask.stride())
         rows = (mask[:1, :1] if rate else mask).to(self.dtype).contiguous()
-        steps = {f"{name}_t": 0, f"{name}_b": 0} if rate else {
+        strides = {f"{name}_t": 0, f"{name}_b": 0} if rate else {
             f"{name}_t": self.batch * self.hidden * size, f"{name}_b": self.hidden * size
         }  # fmt: skip
-        self.set(**{name: rows, **steps})
+        self.set(**{name: rows, **strides})
 
     def matrix(self, weight: Tensor, backward: bool) -> None:
-        """The product's matrix: as it is for one row, else packed; and where products go."""
+        """Set the product's matrix, unpacked for one row and else packed, and allocate the output ``z``."""
         columns = weight.shape[1] if backward else weight.shape[0]
         panel = panel_width(weight.element_size())
         panels = -(-columns // panel)
@@ -267,14 +267,14 @@ class Call(Job):
 
 
 def _scratch(call: Call, widths: int) -> Tensor:
-    """Each thread's own rows."""
+    """Set the size of each thread's scratch, and return the memory."""
     size = widths * call.width + 6 * call.hidden + 64
     call.set(scratch_size=size)
     return call.empty(call.threads, size)
 
 
 def start(state: Given, out: Tensor) -> None:
-    """Put the state before the first step in its place."""
+    """Write the initial state to ``out``."""
     if state is None:
         out.zero_()
     else:
@@ -284,7 +284,10 @@ def start(state: Given, out: Tensor) -> None:
 def forward(
     setting: Setting, tensors: Sequence[Given], extras: Sequence[Given], keep: str, call: Call | None = None
 ) -> list[Tensor]:
-    """hist [T+1, B, H], the final h and c; to keep "states" c_hist; "all" W_x x, c_hist, x^ and 1/deviations."""
+    """Return hist [T+1, B, H], the final h and c, and what ``keep`` selects.
+
+    keep: "nothing"; "states": c_hist; "all": W_x x, c_hist, x^ and 1/deviations, which backward needs.
+    """
     by_name = dict(zip(NAMES, tensors))
     call = call or Call(setting, by_name, extras)
     steps, batch, hidden, lstm = call.steps, call.batch, call.hidden, call.form.cell == "LSTM"
@@ -308,23 +311,22 @@ def forward(
         end = min(steps, begin + summed.shape[0])
         before, count = call.first_row(begin), call.first_row(end) - call.first_row(begin)
         multiply(call.without_padding(x, begin, end), weight_ih, True, summed.flatten(0, 1)[:count])
-        call.set(begin=begin, end=end, summed=summed.data_ptr() - before * call.width * size)  # of row 0
+        call.set(begin=begin, end=end, summed=summed.data_ptr() - before * call.width * size)  # address of row 0
         call.run("forward", call.threads)
-    call.let_go(
-        "weight", "packed", "z", "scratch", "hist", "c_hist", "xhat", "rstd"
-    )  # who saves them decides how long they stay
+    # The call must not keep results alive: autograd saves them and decides how long they live.
+    call.let_go("weight", "packed", "z", "scratch", "hist", "c_hist", "xhat", "rstd")
     h_n, c_n = call.last(hist), call.last(c_hist) if lstm else hist.new_empty(0)
-    kept = {"nothing": [], "states": [c_hist], "all": [summed, c_hist, xhat, rstd]}[keep]
-    return [hist, h_n, c_n, *kept]
+    saved = {"nothing": [], "states": [c_hist], "all": [summed, c_hist, xhat, rstd]}[keep]
+    return [hist, h_n, c_n, *saved]
 
 
 def backward(
-    setting: Setting, tensors: Sequence[Given], extras: Sequence[Given], kept: Sequence[Tensor],
+    setting: Setting, tensors: Sequence[Given], extras: Sequence[Given], saved: Sequence[Tensor],
     grads: Sequence[Given], needed: Sequence[bool], call: Call | None = None,
 ) -> list[Given]:  # fmt: skip
-    """Gradients in the order of ``tensors``; ``grads`` are those of the output, h_n and c_n; ``call``: forward's."""
+    """Return gradients in the order of ``tensors``; ``grads``: of the output, h_n and c_n; ``call``: forward's."""
     by_name, wanted = dict(zip(NAMES, tensors)), dict(zip(NAMES, needed))
-    hist, summed, c_hist, xhat, rstd = kept
+    hist, summed, c_hist, xhat, rstd = saved
     call = call.copy() if call else Call(setting, by_name, extras)
     steps, batch, hidden, width = call.steps, call.batch, call.hidden, call.width
     size, weight, lstm = hist.element_size(), _there(by_name["weight_hh"]), call.form.cell == "LSTM"
@@ -345,27 +347,27 @@ def backward(
         d_reset_h=d_reset_h, d_reset_c=d_reset_c, past=past, d_raw=d_raw, d_summed=d_summed, shares=shares,
         totals=totals, d_out=hist.new_empty(0) if d_out is None else d_out,
     )  # fmt: skip
-    found = MatrixGradients(call, by_name, hist, wanted)
+    matrices = MatrixGradients(call, by_name, hist, wanted)
     for end in range(steps, 0, -chunk):
         begin = max(0, end - chunk)
         call.set(begin=begin, end=end)
         call.run("backward", call.threads)
         rows = call.first_row(end) - call.first_row(begin)
-        found.add(begin, end, d_raw[:rows], d_summed[:rows])
+        matrices.add(begin, end, d_raw[:rows], d_summed[:rows])
     call.let_go("weight", "packed", "z", "scratch")
     states = {"h": dh, "c": dc, "reset_h": d_reset_h, "reset_c": d_reset_c}
-    given = {**found.result(), **states, **_small(call, totals, by_name)}
-    return in_order(by_name, given)
+    gradients = {**matrices.result(), **states, **_small(call, totals, by_name)}
+    return in_order(by_name, gradients)
 
 
 def in_order(by_name: dict[str, Given], grads: dict[str, Any]) -> list[Given]:
-    """Gradients in the order of the tensors and in their dtypes; None where there is no tensor."""
+    """Return gradients in the order of the tensors and in their dtypes; None where there is no tensor."""
     pairs = [(t, grads[name]) for name, t in by_name.items()]
     return [None if t is None or d is None else d if d.dtype is t.dtype else d.to(t.dtype) for t, d in pairs]
 
 
 class MatrixGradients:
-    """Gradients of the matrices and of the input, chunk by chunk."""
+    """Gradients of the matrices and of the input, accumulated chunk by chunk."""
 
     def __init__(self, call: Call, by_name: dict[str, Given], hist: Tensor, wanted: dict[str, bool]) -> None:
         self.call, self.hist = call, hist
@@ -378,7 +380,7 @@ class MatrixGradients:
         self.d_hh = SumOfProducts(_there(by_name["weight_hh"])) if wanted["weight_hh"] else None
 
     def add(self, begin: int, end: int, raw: Tensor, summed: Tensor) -> None:
-        """Of steps begin to end; ``raw``, ``summed``: gradients of the two products, a row for each step and case."""
+        """Add steps begin to end; ``raw``, ``summed``: gradients of the two products, a row for each step and case."""
         call = self.call
         if self.d_hh is not None:
             self.d_hh.add(raw, self._factors(begin, end))
@@ -397,7 +399,7 @@ class MatrixGradients:
             d_input.index_copy_(0, ragged.index[rows], compact)
 
     def _factors(self, begin: int, end: int) -> Tensor:
-        """h' as the products saw it, a row for each step and case."""
+        """Return the recurrent product's left factor (h after resets and dropout), a row for each step and case."""
         call, before = self.call, self.hist[begin:end]
         if call.resets is not None:
             before = torch.where(call.resets[begin:end].unsqueeze(-1), call.held["reset_h"], before)
@@ -409,14 +411,14 @@ class MatrixGradients:
 
     def result(self) -> dict[str, Any]:
         sums = {"weight_ih": self.d_ih, "weight_hh": self.d_hh}
-        found = {name: None if d is None else d.result() for name, d in sums.items()}
-        return {"input": self.d_input, **found}
+        matrices = {name: None if d is None else d.result() for name, d in sums.items()}
+        return {"input": self.d_input, **matrices}
 
 
 class SumOfProducts:
-    """left^T right over many rows, summed in blocks: one float32 sum over all rows is off by 1e-5 of its value.
+    """Sum of left^T right over many rows, in blocks: one float32 sum over all rows is off by 1e-5 of its value.
 
-    torch.addmm goes on with the sum that it is given, row by row, so no product's sum has more than ``PIECE`` rows.
+    ``add_outer`` continues the sum in its output, row by row, so at most ``PIECE`` rows go into one output.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -427,11 +429,11 @@ class SumOfProducts:
 
     def add(self, left: Tensor, right: Tensor) -> None:
         parts = -(-left.shape[0] // PIECE)
-        for some, others in zip(left.chunk(parts), right.chunk(parts)) if parts > 1 else [(left, right)]:
-            if self.rows + some.shape[0] > PIECE:
+        for left_part, right_part in zip(left.chunk(parts), right.chunk(parts)) if parts > 1 else [(left, right)]:
+            if self.rows + left_part.shape[0] > PIECE:
                 self._end_piece()
-            add_outer(some, others, self.piece, self.rows > 0)
-            self.rows += some.shape[0]
+            add_outer(left_part, right_part, self.piece, self.rows > 0)
+            self.rows += left_part.shape[0]
 
     def _end_piece(self) -> None:
         self.rows, self.pieces = 0, self.pieces + 1
@@ -452,24 +454,24 @@ def _added(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 def _small(call: Call, totals: Tensor, by_name: dict[str, Given]) -> dict[str, Any]:
-    """Gradients of gains and biases."""
+    """Return the gradients of gains and biases."""
     width, hidden, form = call.width, call.hidden, call.form
     total = (totals[0] if call.threads == 1 else totals.sum(0)).to(call.dtype)
     bias, gain, bias_x, gain_x, bias_cell, gain_cell = torch.split(total, [width] * 4 + [hidden] * 2)
-    outer = bias if form.site == "sum" else bias_x
+    d_bias_ih = bias if form.site == "sum" else bias_x
     return {
-        "bias_ih": outer, "bias_hh": bias if form.cell == "GRU" and form.site != "sum" else outer, "gain_ih": gain_x,
-        "gain_hh": gain, "gain_sum": gain, "gain_cell": gain_cell, "bias_cell": bias_cell,
+        "bias_ih": d_bias_ih, "bias_hh": bias if form.cell == "GRU" and form.site != "sum" else d_bias_ih,
+        "gain_ih": gain_x, "gain_hh": gain, "gain_sum": gain, "gain_cell": gain_cell, "bias_cell": bias_cell,
     }  # fmt: skip
 
 
 def shapes(setting: Setting, x: Tensor, weight_hh: Tensor, keep: bool) -> list[tuple[int, ...]]:
-    """Of what ``forward`` gives, with all that backward needs or nothing."""
+    """Return the shapes of ``forward``'s results; with ``keep`` all that backward needs is among them."""
     form = form_of(setting)
     (steps, batch), (width, hidden), lstm = x.shape[:2], weight_hh.shape, form.cell == "LSTM"
-    found: list[tuple[int, ...]] = [(steps + 1, batch, hidden), (batch, hidden), (batch, hidden) if lstm else (0,)]
+    results: list[tuple[int, ...]] = [(steps + 1, batch, hidden), (batch, hidden), (batch, hidden) if lstm else (0,)]
     if keep:
         groups = len(setting.where.groups(form.site)) if form.site else 0
-        found += [(steps, batch, width), (steps + 1 if lstm else 0, batch, hidden), (steps, batch, width)]
-        found.append((steps, batch, groups))
-    return found
+        results += [(steps, batch, width), (steps + 1 if lstm else 0, batch, hidden), (steps, batch, width)]
+        results.append((steps, batch, groups))
+    return results

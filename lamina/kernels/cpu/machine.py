@@ -1,7 +1,7 @@
-"""What the CPU can do, as numba will compile for it, and where compiled code is kept.
+"""Features of the CPU that numba compiles for, block sizes of the products, and the folder of the cache files.
 
-Kernels are made of several files and of constants: all of them, the versions and the CPU name a folder of their own.
-What lies there was made from exactly this, for exactly this machine.
+Compiled kernels depend on several source files, on versions and on the CPU. A digest of all of them names the folder,
+so its cache files were compiled from exactly these sources for exactly this machine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-HUGE = 2**22  # bytes from which memory is asked for in huge pages
+HUGE = 2**22  # bytes from which a tensor's memory is requested in huge pages
 PAGE = 2**21  # bytes of a huge page
-VECTORS = 2  # of a panel of a packed matrix
-DEPTH = 256  # rows that a product for a matrix's gradient takes at once
+VECTORS = 2  # vectors in a row of a packed panel
+DEPTH = 256  # rows that the product for a matrix's gradient takes at once
 LEFTS = 16  # panels of its left factor that it takes at once
-TILE = 8  # rows of a tile at most
-STRETCH = 128  # rows of a product that many rows are cut into: they stay in the second cache
+TILE = 8  # largest number of rows of a tile
+STRETCH = 128  # rows per block of a product of many rows: they stay in the L2 cache
 SOURCES = (
     "machine.py", "jit.py", "matmul.py", "simd.py", "rows.py", "call_record.py", "call_parts.py",
     "forward.py", "backward.py", "columns.py", "batch_norm.py", "entries.py",
@@ -31,7 +31,7 @@ SOURCES = (
 
 @cache
 def features() -> tuple[str, str]:
-    """Name and features of the CPU that code is made for; NUMBA_CPU_NAME and NUMBA_CPU_FEATURES may restrict them."""
+    """Return name and features of the target CPU; NUMBA_CPU_NAME and NUMBA_CPU_FEATURES may restrict them."""
     from llvmlite import binding
 
     name, asked = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
@@ -42,7 +42,7 @@ def features() -> tuple[str, str]:
 
 @cache
 def _madvise() -> Any:
-    """The system's madvise; None where there is none, or no huge pages."""
+    """Return the system's madvise; None where it or huge pages are not supported."""
     try:
         function = ctypes.CDLL(None).madvise if hasattr(mmap, "MADV_HUGEPAGE") else None
     except (OSError, AttributeError, TypeError):
@@ -53,7 +53,7 @@ def _madvise() -> Any:
 
 
 def use_huge_pages(start: int, size: int) -> None:
-    """Ask for huge pages: 2,000 page faults of 4 KiB cost as much as a tenth of a training step."""
+    """Request huge pages: 2,000 page faults of 4 KiB cost as much as a tenth of a training step."""
     if function := _madvise():
         first = -(-start // PAGE) * PAGE
         function(first, (start + size - first) // PAGE * PAGE, mmap.MADV_HUGEPAGE)
@@ -61,19 +61,19 @@ def use_huge_pages(start: int, size: int) -> None:
 
 @cache
 def vector_bytes() -> int:
-    """Of the widest registers."""
+    """Return the width of the widest vector registers in bytes."""
     known = set(features()[1].split(","))
     return 64 if "+avx512f" in known else 32 if "+avx2" in known else 16
 
 
 def panel_width(size: int) -> int:
-    """Columns of a panel, for numbers of that many bytes."""
+    """Return the columns of a panel, for numbers of ``size`` bytes."""
     return VECTORS * vector_bytes() // size
 
 
 @cache
 def digest() -> str:
-    """Of everything that compiled code depends on."""
+    """Return a digest of everything that compiled code depends on."""
     parts = [*features(), platform.python_version(), *(metadata.version(name) for name in ("numba", "llvmlite"))]
     here = Path(__file__).parent
     sources = [(here / name).read_bytes() for name in SOURCES if (here / name).exists()]
@@ -81,7 +81,7 @@ def digest() -> str:
 
 
 def folder() -> Path:
-    """LAMINA_CACHE, or lamina in the user's cache folder; an OSError where nobody knows the user's home."""
+    """Return the cache folder, in LAMINA_CACHE or the user's cache folder; raise OSError where the user has no home."""
     given = os.environ.get("LAMINA_CACHE")
     return (Path(given) if given else _users_cache() / "lamina") / digest()
 

@@ -1,14 +1,14 @@
 """Products of a few rows with a matrix on a CPU.
 
-The library is slow there: at 32 rows of 256 it does 70 billion operations a second where this does 105, at 4 rows 28
-where this does 99 (one Zen 4 core). The matrix is packed once a call into panels of two vectors' width, which lie in
-memory as they are read; a tile of rows times one panel stays in registers for the whole contraction. One row alone is
-bound by memory: a recurrence of one case takes the matrix as it is.
+torch is slow there: at 32 rows of 256 it reaches 70 billion operations a second, this 105, at 4 rows
+28 and these 99 (one Zen 4 core). The matrix is packed once per call into panels two vectors wide, stored in the order
+of reading. A tile of rows times one panel stays in registers for the whole contraction. A single row is bound by
+memory: a recurrence of one case takes the matrix unpacked.
 
 In a packed product every number is one sum in the order of the contraction, whatever tile it falls into: a frame's
-numbers are the same bits alone (``lamina.stream``), in a sequence, in any batch and on any number of threads.
+numbers have the same bits alone (``lamina.stream``), in a sequence, in any batch and on any number of threads.
 
-Addresses and not arrays: what is read is known here, and nothing is checked twice.
+Functions take addresses instead of arrays: bounds are known here, and nothing is checked twice.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from .jit import BARE, apart, bytes_of, cgutils, numbers, part
 from .machine import DEPTH, LEFTS, STRETCH, VECTORS, vector_bytes
 from .simd import spread, whole
 
-PANEL = VECTORS * vector_bytes()  # bytes of a panel's width
-BLOCK = 512  # of the contraction: a panel's part of that length stays in the first cache
-ROWS = 8 if vector_bytes() == 64 else 4  # of the largest tile
-FAST = {"reassoc", "contract", "arcp", "nsz"}  # never nnan or ninf: what is not finite must be seen
+PANEL = VECTORS * vector_bytes()  # bytes of a panel's row
+BLOCK = 512  # length of the contraction per pass: a panel's part of it stays in the L1 cache
+ROWS = 8 if vector_bytes() == 64 else 4  # rows of the largest tile
+FAST = {"reassoc", "contract", "arcp", "nsz"}  # never nnan or ninf: numbers that are not finite must propagate
 
 
 def _tile(rows: int, panels: int, turned: bool = False) -> Any:
-    """c[rows, panels] = or += a[rows, depth] b[panels, depth]; from one panel of b to the next are ``apart`` bytes.
+    """Return an intrinsic for c[rows, panels] = or += a[rows, depth] b[panels, depth].
 
-    Few rows have few sums, each of which waits for the one before: they take two panels at once.
+    ``apart``: bytes from one panel of b to the next. Tiles of few rows take several panels at once: each addition waits
+    for the one before in its sum, so more sums hide the latency.
     turned: ``a`` is part of a packed panel, so its rows lie side by side.
     """
 
@@ -53,7 +54,7 @@ def _tile(rows: int, panels: int, turned: bool = False) -> Any:
 
 
 class _Tile:
-    """Writes the instructions of one tile."""
+    """Emitter of the instructions of one tile."""
 
     def __init__(self, builder: Any, size: int, rows: int = 1, panels: int = 1, turned: bool = False) -> None:
         self.builder, self.size, self.rows, self.panels, self.turned = builder, size, rows, panels, turned
@@ -102,63 +103,89 @@ class _Tile:
         return self.builder.load(self.pointer(address, self.vector), align=self.size)
 
     def spread(self, address: Any) -> Any:
-        """One number in all lanes."""
+        """Load one number into all lanes."""
         one = self.builder.load(self.pointer(address, self.number), align=self.size)
         return spread(self.builder, one, self.lanes)
 
 
-_most, _most_turned = _tile(ROWS, 1), _tile(ROWS, 1, turned=True)
-_four, _two, _one = _tile(4, 1), _tile(2, 1), _tile(1, 1)
-_four_wide, _two_wide, _one_wide = _tile(4, 2), _tile(2, 2), _tile(1, 4)
+_full, _full_turned = _tile(ROWS, 1), _tile(ROWS, 1, turned=True)
+_one, _two, _three, _four = (_tile(rows, 1) for rows in (1, 2, 3, 4))
+_five, _six, _seven = (_tile(rows, 1) for rows in (5, 6, 7))
+_one_wide, _two_wide, _three_wide, _four_wide = _tile(1, 4), _tile(2, 2), _tile(3, 2), _tile(4, 2)
+WIDE = ROWS // 2  # rows of the largest tile of two panels: its sums fill the registers
 
 
 @part
 def product(a, lda, rows, depth, packed, panels, c, ldc, like):
-    """c[rows, panels] = a[rows, depth] times a packed matrix; c has room for whole panels."""
+    """Compute c[rows, panels] = a[rows, depth] times a packed matrix; c has room for whole panels."""
     apart()
     if rows == 1:
         _product_of_one(a, depth, packed, panels, c, like)
         return
     size, away = bytes_of(like), depth * PANEL
+    whole = rows // ROWS * ROWS if rows % ROWS == 0 else max(rows // ROWS - 1, 0) * ROWS
     for begin in range(0, depth, BLOCK):
         length, more, at = min(BLOCK, depth - begin), begin > 0, a + begin * size
         for p in range(0, panels, 2):
-            b, out, r, wide = packed + p * away + begin * PANEL, c + p * PANEL, 0, p + 1 < panels
+            b, out, wide = packed + p * away + begin * PANEL, c + p * PANEL, p + 1 < panels
             for panel in range(2 if wide else 1):
-                r = 0
-                while r + ROWS <= rows:
+                for r in range(0, whole, ROWS):
                     left, to = at + r * lda * size, out + panel * PANEL + r * ldc * size
-                    _most(left, lda, b + panel * away, away, length, to, ldc, more, like)
-                    r += ROWS
-            _rest(at + r * lda * size, lda, rows - r, b, away, length, out + r * ldc * size, ldc, more, wide, like)
+                    _full(left, lda, b + panel * away, away, length, to, ldc, more, like)
+            left, to = at + whole * lda * size, out + whole * ldc * size
+            _rest(left, lda, rows - whole, b, away, length, to, ldc, more, wide, like)
 
 
 @part
 def _rest(a, lda, rows, b, away, length, c, ldc, more, wide, like):
-    """Rows that no large tile takes, of one panel or two."""
-    size, r = bytes_of(like), 0
-    if ROWS > 4 and r + 4 <= rows:
-        if wide:
+    """The last rows, fewer than two full tiles: as one wide tile, or as one tile or two of nearly equal height.
+
+    A tile of one row would take as long as one of four: each of its two sums waits for the one before.
+    """
+    size = bytes_of(like)
+    if rows <= WIDE and wide:
+        if rows == 4:
             _four_wide(a, lda, b, away, length, c, ldc, more, like)
-        else:
-            _four(a, lda, b, away, length, c, ldc, more, like)
-        r += 4
-    left, to = a + r * lda * size, c + r * ldc * size
-    if r + 2 <= rows:
-        if wide:
-            _two_wide(left, lda, b, away, length, to, ldc, more, like)
-        else:
-            _two(left, lda, b, away, length, to, ldc, more, like)
-        r += 2
-    if r < rows:
-        for panel in range(2 if wide else 1):
-            left, to = a + r * lda * size, c + panel * PANEL + r * ldc * size
-            _one(left, lda, b + panel * away, away, length, to, ldc, more, like)
+        elif rows == 3:
+            _three_wide(a, lda, b, away, length, c, ldc, more, like)
+        elif rows == 2:
+            _two_wide(a, lda, b, away, length, c, ldc, more, like)
+        elif rows == 1:
+            for panel in range(2):
+                _one(a, lda, b + panel * away, away, length, c + panel * PANEL, ldc, more, like)
+        return
+    first = rows if rows <= ROWS else (rows + 1) // 2
+    for panel in range(2 if wide else 1):
+        at, to = b + panel * away, c + panel * PANEL
+        _narrow(a, lda, first, at, length, to, ldc, more, like)
+        _narrow(a + first * lda * size, lda, rows - first, at, length, to + first * ldc * size, ldc, more, like)
+
+
+@part
+def _narrow(a, lda, rows, b, length, c, ldc, more, like):
+    """One tile of up to ROWS rows and one panel."""
+    apart()
+    if rows == ROWS:
+        _full(a, lda, b, length, length, c, ldc, more, like)
+    elif rows == 7:
+        _seven(a, lda, b, length, length, c, ldc, more, like)
+    elif rows == 6:
+        _six(a, lda, b, length, length, c, ldc, more, like)
+    elif rows == 5:
+        _five(a, lda, b, length, length, c, ldc, more, like)
+    elif rows == 4:
+        _four(a, lda, b, length, length, c, ldc, more, like)
+    elif rows == 3:
+        _three(a, lda, b, length, length, c, ldc, more, like)
+    elif rows == 2:
+        _two(a, lda, b, length, length, c, ldc, more, like)
+    elif rows == 1:
+        _one(a, lda, b, length, length, c, ldc, more, like)
 
 
 @part
 def _product_of_one(a, depth, packed, panels, c, like):
-    """Of one row: nothing is read twice, and four panels at once keep loads under way."""
+    """Multiply one row: nothing is read twice, and four panels at once keep loads in flight."""
     away, p = depth * PANEL, 0
     while p + 4 <= panels:
         _one_wide(a, depth, packed + p * away, away, depth, c + p * PANEL, depth, False, like)
@@ -170,7 +197,7 @@ def _product_of_one(a, depth, packed, panels, c, like):
 
 @intrinsic
 def _transpose(typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, like: Any) -> Any:
-    """b[k, n] = a[n, k] for a square of as many numbers as a vector has, in registers."""
+    """Transpose a square as wide as a vector in registers: b[k, n] = a[n, k]."""
     signature = types.void(*[types.int64] * 4, like)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -186,7 +213,7 @@ def _transpose(typingctx: Any, a: Any, lda: Any, b: Any, ldb: Any, like: Any) ->
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Rows become columns by zipping the halves of the list, as often as it can be halved."""
+    """Transpose rows by zipping the halves of the list log2(n) times."""
     n, half = len(rows), len(rows) // 2
     zipped = [lane for pair in zip(range(n), range(n, 2 * n)) for lane in pair]
     kind = ir.VectorType(ir.IntType(32), n)
@@ -199,9 +226,9 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 @part
 def pack(weight, depth, columns, turned, packed, first, last, like):
-    """Panels first to last of a matrix [depth, columns], or of the transpose of one [columns, depth], side by side.
+    """Pack panels first to last of a matrix [depth, columns], or of the transpose of one [columns, depth].
 
-    What is past the matrix is 0.
+    The padding of the last panel is 0.
     """
     apart()
     size = bytes_of(like)
@@ -231,7 +258,7 @@ def pack(weight, depth, columns, turned, packed, first, last, like):
 
 @part
 def pack_share(weight, depth, columns, turned, packed, thread, threads, like):
-    """A thread's panels of a matrix."""
+    """Pack a thread's panels of a matrix."""
     count = (columns * bytes_of(like) + PANEL - 1) // PANEL
     first, last = count * thread // threads, count * (thread + 1) // threads
     pack(weight, depth, columns, turned, packed + first * depth * PANEL, first, last, like)
@@ -239,7 +266,7 @@ def pack_share(weight, depth, columns, turned, packed, thread, threads, like):
 
 @part
 def project(a, rows, depth, packed, columns, c, ldc, spare, like):
-    """c[rows, columns] = a[rows, depth] times a packed matrix; ``spare`` has room for one panel of STRETCH rows."""
+    """Compute c[rows, columns] = a[rows, depth] times a packed matrix; ``spare``: one panel of STRETCH rows."""
     apart()
     size = bytes_of(like)
     across = PANEL // size
@@ -260,9 +287,9 @@ def project(a, rows, depth, packed, columns, c, ldc, spare, like):
 
 @part
 def multiply(a, rows, depth, weight, columns, turned, c, first, last, spare, like):
-    """Panels first to last of c[rows, columns] = a[rows, depth] times a matrix as ``pack`` takes it.
+    """Compute panels first to last of c[rows, columns] = a[rows, depth] times a matrix that ``pack`` accepts.
 
-    Two panels are packed at a time and used at once, for all rows: that is never slower than a matrix packed before.
+    Two panels are packed at a time and used at once, for all rows: never slower than packing the whole matrix first.
     """
     apart()
     size = bytes_of(like)
@@ -276,10 +303,10 @@ def multiply(a, rows, depth, weight, columns, turned, c, first, last, spare, lik
 
 @part
 def outer(left, right, rows, height, width, c, first, last, add, spare, like):
-    """Panels first to last of c[height, width] = or += left[rows, height]^T right[rows, width].
+    """Compute panels first to last of c[height, width] = or += left[rows, height]^T right[rows, width].
 
-    Both sides are packed, DEPTH rows at a time: the right one whole, of the left one LEFTS panels, which stay in the
-    second cache while every panel of the right one, in the first, meets them.
+    Both factors are packed, DEPTH rows at a time: the right one whole, of the left one LEFTS panels. Those stay in the
+    L2 cache while they are multiplied by every panel of the right one, which is in the L1 cache.
     """
     apart()
     size = bytes_of(like)
@@ -301,7 +328,7 @@ def outer(left, right, rows, height, width, c, first, last, add, spare, like):
 
 @part
 def _outer_panel(left, right, depth, rows, columns, c, ldc, more, spare, like):
-    """Columns of one panel at most; what a whole tile would write past the edge goes by way of ``spare``."""
+    """Compute columns of at most one panel; a tile that crosses the edge of c is written to ``spare`` first."""
     apart()
     size = bytes_of(like)
     across = PANEL // size
@@ -309,9 +336,9 @@ def _outer_panel(left, right, depth, rows, columns, c, ldc, more, spare, like):
         at, to = left + r // across * depth * PANEL + r % across * size, c + r * ldc * size
         count = min(np.int64(ROWS), rows - r)
         if count == ROWS and columns == across:
-            _most_turned(at, depth, right, depth, depth, to, ldc, more, like)
+            _full_turned(at, depth, right, depth, depth, to, ldc, more, like)
         else:
-            _most_turned(at, depth, right, depth, depth, spare, across, False, like)
+            _full_turned(at, depth, right, depth, depth, spare, across, False, like)
             for i in range(count):
                 out, new = numbers(to + i * ldc * size, columns, like), numbers(spare + i * PANEL, columns, like)
                 for n in range(columns):
@@ -320,9 +347,9 @@ def _outer_panel(left, right, depth, rows, columns, c, ldc, more, spare, like):
 
 @intrinsic
 def _dots(typingctx: Any, a: Any, depth: Any, weight: Any, c: Any, like: Any) -> Any:
-    """c[n] = weight[n] . a for as many rows n as a vector has lanes, of a depth of whole vectors.
+    """Compute c[n] = weight[n] . a for as many rows n as a vector has lanes; depth is a multiple of the lanes.
 
-    Each row has a vector of sums; turned round, they are added up all at once.
+    Each row has a vector of sums; these are transposed and added all at once.
     """
     signature = types.void(*[types.int64] * 4, like)
 
@@ -349,7 +376,7 @@ def _dots(typingctx: Any, a: Any, depth: Any, weight: Any, c: Any, like: Any) ->
 
 @njit(**BARE, fastmath=FAST)
 def row_times_transpose(a, depth, weight, first, last, c, like):
-    """c[n] = weight[n] . a for some rows n of a matrix [., depth]."""
+    """Compute c[n] = weight[n] . a for rows first to last of a matrix [., depth]."""
     apart()
     size = bytes_of(like)
     x, out = numbers(a, depth, like), numbers(c, last, like)
@@ -379,7 +406,7 @@ def row_times_transpose(a, depth, weight, first, last, c, like):
 
 @njit(**BARE, fastmath=FAST)
 def row_times(a, depth, weight, across, first, last, c, like):
-    """c = a times some columns of a matrix [depth, across]."""
+    """Compute c = a times columns first to last of a matrix [depth, across]."""
     apart()
     size, count = bytes_of(like), last - first
     x, out = numbers(a, depth, like), numbers(c + first * size, count, like)

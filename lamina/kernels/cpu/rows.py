@@ -1,7 +1,7 @@
-"""Rows on a CPU: norms, gates and their gradients, a loop each.
+"""Loops over rows on a CPU: norms, gates and their gradients.
 
-What a loop does to one number stands beside its name; its arguments are addresses of rows, how many numbers they have,
-and numbers that hold for all of a row.
+Each loop is defined by its formula for one number. Its arguments are the addresses of rows, their length, and scalars
+that hold for the whole row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .simd import Lanes, loop
 
 @intrinsic
 def constant(typingctx: Any, x: Any, like: Any) -> Any:
-    """A constant as a number like another."""
+    """Return a constant as a number of the type of ``like``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return context.cast(builder, args[0], types.float64, signature.return_type)
@@ -46,9 +46,9 @@ affine = loop("affine", lambda x, gain, bias, out, mean, rstd: (x - mean) * rstd
 
 @part
 def moments(x, count, total, eps, std, like):
-    """The mean of a row of that total and 1/deviation; 0 for the latter where that is not finite, as the reference.
+    """Return mean and 1/deviation of a row with sum ``total``; 1/deviation is 0 where not finite, as in the reference.
 
-    What rounding left in the mean is taken out again: a constant row has deviation 0.
+    The rounding error of the mean is corrected, so that a constant row has deviation 0.
     """
     apart()
     mean = total / constant(float(count), like)
@@ -57,12 +57,12 @@ def moments(x, count, total, eps, std, like):
     return _with_deviation(mean, rest, squares / constant(float(count), like) - rest * rest, eps, std, like)
 
 
-FAR = 8.0  # times the variance: a shift whose distance from the mean, squared, is more than this costs digits
+FAR = 8.0  # times the variance: a shift farther from the mean than this (squared distance) costs digits
 
 
 @part
 def moments_at_once(x, count, eps, std, like):
-    """The same of a row whose total nobody knows, in one pass: around its first number, if that is near the mean."""
+    """Return mean and 1/deviation of a row in one pass, shifted by its first number if that is near the mean."""
     apart()
     shift = numbers(x, 1, like)[0]
     rest, squares = _around(x, count, shift, like)
@@ -75,7 +75,7 @@ def moments_at_once(x, count, eps, std, like):
 
 @part
 def _with_deviation(mean, rest, var, eps, std, like):
-    """The mean and 1/deviation from moments around a number near the mean."""
+    """Return mean and 1/deviation from moments around a number near the mean."""
     var = max(var, like)
     deviation = np.sqrt(var) + eps if std else np.sqrt(var + eps)
     if deviation > like and deviation < constant(np.inf, like):
@@ -85,9 +85,9 @@ def _with_deviation(mean, rest, var, eps, std, like):
 
 @part
 def slopes(total, along, count, rstd, eps, std, like):
-    """mean(d) and mean(d x^) of the norm's gradient rstd (d - mean(d) - x^ mean(d x^)), from their sums.
+    """Return mean(d) and mean(d x^) of the norm's gradient rstd (d - mean(d) - x^ mean(d x^)), from their sums.
 
-    Where eps was added to s itself, the second is multiplied by (s + eps)/s.
+    Where eps was added to the deviation s itself, mean(d x^) is multiplied by (s + eps)/s.
     """
     n, one = constant(float(count), like), constant(1.0, like)
     level, slope = total / n, along / n
@@ -98,7 +98,7 @@ def slopes(total, along, count, rstd, eps, std, like):
 
 
 def _side(x: Lanes, gain: Lanes, bias: Lanes, mean: Lanes, rstd: Lanes) -> tuple[Lanes, Lanes]:
-    """A normalised side, and its x^."""
+    """Return a normalised side, and its x^."""
     normed = (x - mean) * rstd
     return normed * gain + bias, normed
 
@@ -122,7 +122,7 @@ side_and_bias = loop("side_and_bias", _with_bias, 6, [4, 5], 2)
 sides = loop("sides", _two_sides, 8, [6, 7], 4)
 sides_again = loop("sides_again", _two_sides_again, 7, [6], 2)
 
-# Cells. Divisions are as dear as eight products: two sigmoids or a tanh beside one share theirs.
+# Cells. A division costs as much as eight products, so a tanh and a sigmoid beside it share one.
 
 
 def _lstm_cell(i, f, g, old, c):
@@ -155,7 +155,7 @@ lstm_normed_output = loop(
 gru = loop("gru", _gru, 6, [5])
 dreamer = loop("dreamer", _dreamer, 5, [4])
 
-# Backward. Summed inputs become gradients, in place.
+# Backward. Gradients overwrite the summed inputs in place.
 
 
 def _lstm_again(i, f, g, o, old, c):
@@ -170,7 +170,10 @@ def _through_output(o: Lanes, seen: Lanes, dh: Lanes) -> tuple[Lanes, Lanes]:
 
 
 def _through_normed_output(o, c, gain, bias, dh, d, to_bias, to_gain, *more):
-    """With the gradients of the cell norm's gain and bias; ``more``: the later c's where c is carried normalised."""
+    """Return the gradients of o and of x^ of c, and add those of the cell norm's gain and bias.
+
+    ``more``: where c is carried normalised, first the upstream gradient of c; then mean and 1/deviation.
+    """
     *later, mean, rstd = more
     seen, normed = _side(c, gain, bias, mean, rstd)
     d_o, d_seen = _through_output(o, seen, dh)
@@ -192,7 +195,7 @@ def _through_gru(r, z, n, hidden, old, dh, past):
 
 
 def _through_dreamer(r, u, n, old, dh, past):
-    r, z = v.sigmoid(r), v.sigmoid(1.0 - u)  # z falls where u rises
+    r, z = v.sigmoid(r), v.sigmoid(1.0 - u)  # z decreases as u increases
     new = v.tanh(r * n)
     dn = dh * (1.0 - z) * (1.0 - new * new)
     return dn * n * r * (1.0 - r), dh * (new - old) * z * (1.0 - z), dn * r, past + dh * z
@@ -204,7 +207,7 @@ def _through_tanh(a: Lanes, dh: Lanes) -> Lanes:
 
 
 def _gathered(d, y, gain, to_bias, to_gain, out, mean, rstd):
-    """Gradients of a bias and of the gain beside it; what goes on, and its sums for the norm."""
+    """Add the gradients of bias and gain; return also the gradient of x^, and its two sums for the norm."""
     normed, on = (y - mean) * rstd, d * gain
     return to_bias + d, to_gain + d * normed, on, on, on * normed
 

@@ -1,7 +1,7 @@
 """Loops over rows of numbers on a CPU, written as vector instructions.
 
-A formula says what happens to the numbers at one place of its rows; ``loop`` makes a function of whole vectors of it,
-and of what is left at the end, with a mask. Nothing is left to the compiler to find out, which takes it seconds.
+A formula computes the results at one position of its rows. ``loop`` turns it into a function on whole vectors, and on
+the remainder under a mask. Nothing is left to the compiler's vectoriser, which takes seconds.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from numba.extending import intrinsic
 from .jit import cgutils
 from .machine import vector_bytes
 
-# Never nnan or ninf: what is not finite must be seen. Nor reassoc: exp rounds by adding a large number.
+# Never nnan or ninf: numbers that are not finite must propagate. Nor reassoc: exp rounds by adding a large number.
 FLAGS = ("contract", "nsz", "arcp")
 LOG2E = 1.4426950408889634
-# By the bytes of a number: ln 2 in two parts, the first with few digits, so that n times it is exact;
+# Keys are bytes of a number. ln 2 in two parts, the first with few digits, so that n times it is exact.
 LN2 = {4: (0.693359375, -2.12194440e-4), 8: (6.93145751953125e-1, 1.42860682030941723212e-6)}
-# what added to a number leaves it rounded, and its whole part in the last bits; mantissa bits; the exponent's 0;
+# Number whose addition rounds to an integer in the last bits; bits of the mantissa; bias of the exponent.
 SHIFTER, MANTISSA, BIAS = {4: 1.5 * 2**23, 8: 1.5 * 2**52}, {4: 23, 8: 52}, {4: 127, 8: 1023}
-# how many terms of e^r - 1 there are digits for, and the largest argument.
+# Terms of e^r - 1 that the precision needs, and the largest argument.
 TERMS, LARGEST = {4: 7, 8: 13}, {4: 87.0, 8: 708.0}
 
 
@@ -34,7 +34,7 @@ def whole(n: int) -> Any:
 
 
 class Lanes:
-    """Numbers side by side, with arithmetic."""
+    """Vector of numbers, with arithmetic."""
 
     def __init__(self, build: Any, value: Any, size: int) -> None:
         self.build, self.value, self.size = build, value, size
@@ -67,18 +67,18 @@ class Lanes:
         return self.like(self.build.fdiv(self._other(x), self.value, flags=FLAGS))
 
     def where(self, sign: str, bound: Any, then: Any, otherwise: Any) -> Lanes:
-        """``then`` where the comparison holds; a NaN fulfils none."""
+        """Return ``then`` where the comparison holds, else ``otherwise``; comparisons with NaN never hold."""
         holds = self.build.fcmp_ordered(sign, self.value, self._other(bound))
         return self.like(self.build.select(holds, self._other(then), self._other(otherwise)))
 
     def within(self, bound: float) -> Lanes:
-        """Cut off at plus and minus a bound; a NaN stays."""
+        """Clamp to plus and minus a bound; NaN stays NaN."""
         below = self.where(">", bound, bound, self)
         return below.where("<", -bound, -bound, below)
 
 
 def _exp(x: Lanes) -> tuple[Lanes, Lanes]:
-    """2^n and e^r - 1, with x = n ln 2 + r: the series' terms as far as there are digits."""
+    """Return 2^n and e^r - 1, with x = n ln 2 + r, by as many terms of the series as the precision needs."""
     size, high, low = x.size, *LN2[x.size]
     shifted = x * LOG2E + SHIFTER[size]
     n = shifted - SHIFTER[size]
@@ -97,7 +97,7 @@ def _all(kind: Any, n: int) -> Any:
 
 
 def root(x: Lanes) -> Lanes:
-    """The square root; NaN below 0."""
+    """Return the square root; NaN below 0."""
     kind = x.value.type
     name = f"llvm.sqrt.v{kind.count}f{8 * x.size}"
     sqrt = cgutils.get_or_insert_function(x.build.module, ir.FunctionType(kind, [kind]), name)
@@ -105,13 +105,13 @@ def root(x: Lanes) -> Lanes:
 
 
 def one_plus_exp(x: Lanes) -> Lanes:
-    """1 + e^-x: what a sigmoid is 1 over."""
+    """Return 1 + e^-x, the reciprocal of a sigmoid."""
     scale, rest = _exp((0.0 - x).within(LARGEST[x.size]))
     return (scale + 1.0) + scale * rest
 
 
 def tanh_parts(x: Lanes) -> tuple[Lanes, Lanes]:
-    """tanh as a fraction, by e^2x - 1, which has all its digits where x is small."""
+    """Return tanh as numerator and denominator, by e^2x - 1, which keeps all digits where x is small."""
     scale, rest = _exp((x + x).within(44.0))
     up = (scale - 1.0) + scale * rest
     return up, up + 2.0
@@ -134,10 +134,10 @@ def loop(
     name: str, formula: Callable[..., Any], arrays: int, writes: Sequence[int], scalars: int = 0, sums: int = 0,
     at_once: int = 1,
 ) -> Any:  # fmt: skip
-    """f(addresses of arrays, count, scalars, like): formula(numbers, scalars) says what is written and added up.
+    """Return a function f(addresses of arrays, count, scalars, like) that applies formula(numbers, scalars).
 
-    ``writes`` names the arrays that are written; ``sums`` of the formula's results are added up and given back.
-    ``at_once``: sums of so many vectors are kept apart, or each would wait for the one before.
+    ``writes``: arrays that the first results of the formula are written to; its ``sums`` last ones are added up and
+    returned. ``at_once``: number of vectors with sums of their own, as an addition waits for the one before in its sum.
     """
     made = _Loop(name, formula, arrays, tuple(writes), scalars, sums, at_once)
 
@@ -155,7 +155,7 @@ def loop(
 
         return result(*given), codegen
 
-    # numba looks at the number of arguments.
+    # numba inspects the number of arguments.
     names = ["typingctx", *(f"given_{n}" for n in range(arrays + 1 + scalars + 1))]
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def loop(
 
 
 class _Loop:
-    """Writes one loop's function, once in each module that calls it."""
+    """Emitter of one loop's function, once in each module that calls it."""
 
     def __init__(
         self, name: str, formula: Callable[..., Any], arrays: int, writes: tuple[int, ...], scalars: int, sums: int,
@@ -240,7 +240,7 @@ class _Loop:
 
 
 def spread(build: Any, one: Any, lanes: int) -> Any:
-    """One number in all lanes."""
+    """Return a vector with one number in all lanes."""
     nothing = ir.Constant(ir.VectorType(one.type, lanes), ir.Undefined)
     first = build.insert_element(nothing, one, ir.Constant(ir.IntType(32), 0))
     return build.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), lanes), None))

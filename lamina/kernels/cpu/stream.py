@@ -1,4 +1,4 @@
-"""One step of a recurrence on a CPU, with everything in its place: nothing is allocated, packed or checked again."""
+"""One step of a recurrence on a CPU, with everything prepared: a call allocates, packs and checks nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .machine import STRETCH, panel_width
 
 
 class Step:
-    """A layer's step for a batch of one size. The weights are those of now: several rows take them packed."""
+    """Step of a layer for one batch size, with the weights as they are at construction: packed for several rows."""
 
     @torch.no_grad()
     def __init__(self, call: Recurrence) -> None:
@@ -30,7 +30,7 @@ class Step:
             raise TypeError("a recurrence needs its matrices, got None.")
         self.job, batch, lstm = Call(setting_of(call, "cpu"), by_name, extras), x.shape[1], call.cell == "LSTM"
         job, (width, hidden) = self.job, weight_hh.shape
-        self.hist = torch.zeros(2, batch, hidden, dtype=x.dtype)  # before and after
+        self.hist = torch.zeros(2, batch, hidden, dtype=x.dtype)  # states before and after the step
         self.c = torch.zeros(batch, hidden, dtype=x.dtype)
         job.matrix(weight_hh, False)
         job.set(
@@ -45,9 +45,9 @@ class Step:
         self.kernel = team.entry(f"forward_{KINDS[x.dtype]}")[1]
 
     def read(self, left: int) -> None:
-        """Where its input [B, D] lies from now on."""
+        """Set the address of the input [B, D] of all later calls."""
         self.numbers[self.left] = left
 
     def state(self) -> tuple[Tensor, ...]:
-        """h, and c of an LSTM."""
+        """Return h, and c of an LSTM."""
         return (self.hist[0], self.c)[: 2 if self.job.form.cell == "LSTM" else 1]

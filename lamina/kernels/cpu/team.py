@@ -1,8 +1,8 @@
-"""Threads: torch's own.
+"""Thread team of the kernels: torch's own threads.
 
-torch's operators run on the threads of the OpenMP library that torch brings along. A second team beside it would wait,
-spinning, on the same cores while torch works between our kernels, so kernels run in torch's: GOMP_parallel is asked
-to call them. Where that library is not found, one thread does the work.
+torch's operators run on the threads of the OpenMP library that torch ships. A second team would spin on the same cores
+while torch works between our kernels, so kernels run in torch's team, called by its GOMP_parallel. Where that library
+is not found, one thread does the work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from . import code_cache
 
-_forked = False  # the team of a parent is not there in a forked child, and waiting for it would be for ever
+_forked = False  # OpenMP teams do not survive fork; calling into one would deadlock
 
 
 def _in_child() -> None:
@@ -32,34 +32,34 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def library() -> Any:
-    """The OpenMP library that torch has loaded; None where there is none of GNU's kind."""
-    for place in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+    """Return the OpenMP library that torch has loaded; None where it is not GNU's."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         try:
-            found = ctypes.CDLL(str(place))
-            found.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-            found.GOMP_parallel.restype = None
+            openmp = ctypes.CDLL(str(path))
+            openmp.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            openmp.GOMP_parallel.restype = None
         except (OSError, AttributeError):
             continue
-        return found
+        return openmp
     return None
 
 
 def threads() -> int:
-    """How many may work on a call."""
+    """Return the number of threads that a call may use."""
     return 1 if _forked or library() is None else torch.get_num_threads()
 
 
 @cache
 def entry(name: str) -> tuple[int, Callable[[int], None]]:
-    """A kernel's address, and the kernel for one thread."""
+    """Return a kernel's address, and the kernel as a function for one thread."""
     address = code_cache.address(name)
-    return address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)  # read sooner than c_int64
+    return address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)  # converted faster than c_int64
 
 
 def run(name: str, call: int, count: int) -> None:
-    """Let ``count`` threads run a kernel on the call whose numbers lie at that address."""
-    address, alone = entry(name)
+    """Run a kernel in ``count`` threads, on the call record at the address ``call``."""
+    address, kernel = entry(name)
     if count == 1:
-        alone(call)
+        kernel(call)
     else:
         library().GOMP_parallel(address, call, count, 0)
