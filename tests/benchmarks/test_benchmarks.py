@@ -259,6 +259,7 @@ def test_everything_ends_in_time_with_all_it_started(everything, tmp_path, monke
         assert time.monotonic() - began < 20
 
 
+@pytest.mark.slow
 def test_everything_knows_its_records(everything):
     found = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "everything.py", "--only", "bench-layer"], capture_output=True, text=True

@@ -91,6 +91,7 @@ def test_half_of_the_steps_are_padding(timing, batch):
     assert lengths.sum() == 10 * batch
 
 
+@pytest.mark.slow
 def test_every_contender_is_checked_and_timed(plan, timing, monkeypatch):
     monkeypatch.setattr(timing, "PEAK_SIZES", ((8, 8, 8),))
     monkeypatch.setattr(timing, "SHORTEST", 0.0)

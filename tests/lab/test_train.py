@@ -134,6 +134,7 @@ def test_killed_between_the_last_checkpoint_and_the_summary(tmp_path, say, monke
     assert (folder / "extras.json").exists()
 
 
+@pytest.mark.slow
 def test_the_clock_goes_on_where_it_was(tmp_path, say, monkeypatch):
     module, plain = protocol.module_of("mnist"), images.loss
 

@@ -24,7 +24,9 @@ GPU_KERNELS = {
     "cell_kernels", "exchange", "formulas", "gates", "layer_norm", "product", "rows", "sequence", "sides",
     "step_kernels", "steps", "wavefront",
 }  # fmt: skip
-CPU_KERNELS = {"backward", "call_parts", "entries", "forward", "jit", "matmul", "rows", "simd"}
+CPU_KERNELS = {
+    *("backward", "batch_norm", "call_parts", "columns", "entries", "forward", "jit", "matmul", "rows", "simd"),
+}
 LENGTHS = torch.tensor([6, 3, 5])
 RESETS = torch.zeros(6, 3, dtype=torch.bool)
 RESETS[2, 0] = RESETS[3, 2] = True
