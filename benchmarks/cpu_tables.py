@@ -59,8 +59,6 @@ def _medians(processes: list[dict[str, float]]) -> dict[str, float]:
 
 def numbers_of(row: Row, peak: Row) -> dict[str, float]:
     """Return the medians over a process's rounds, their ratios, and the shares of the matrix peak."""
-    if isinstance(row["milliseconds"], list):  # a record made before rows were written one process at a time
-        return {name: value for name, value in row.items() if "_ratio_to_" in name}
     numbers = {name: statistics.median(values) for name, values in row["milliseconds"].items()}
     for kind in KINDS:
         for label, (ours, theirs) in RATIOS.items():
@@ -287,17 +285,17 @@ def _norms_in_words(layers: list[Row]) -> str:
 
 
 def _frames(record: Row) -> list[Row]:
-    return record.get("frames") or [row["microseconds"] for row in rows_of(record["rows"], "stream")]
+    return [row["microseconds"] for row in rows_of(record["rows"], "stream")]
 
 
 def _calls(record: Row) -> dict[str, list[float]]:
     calls = rows_of(record["rows"], "first call")
-    return record.get("first_calls") or {kind: [call[kind] for call in calls] for kind in ("cold", "warm")}
+    return {kind: [call[kind] for call in calls] for kind in ("cold", "warm")}
 
 
 def _memory_in_words(record: Row) -> str:
     """Return the range of peak memory over that of torch.nn, for each cell."""
-    ranges, memory = [], record.get("memory") or rows_of(record["rows"], "memory")
+    ranges, memory = [], rows_of(record["rows"], "memory")
     for cell in dict.fromkeys(one["cell"] for one in memory):
         peaks = [one["ratio"] for one in memory if one["cell"] == cell]
         ranges.append(f"{min(peaks):.2f} to {max(peaks):.2f} of `nn.{cell}`'s")
