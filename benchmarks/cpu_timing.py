@@ -129,7 +129,7 @@ def steps_of(cell: str, shape: Shape, name: str) -> dict[str, Step]:
 
 
 def timed(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Return each step's milliseconds in every round, in an order that is drawn anew for each."""
+    """Return each step's milliseconds in every round; the order of the steps is random in each."""
     once = {name: _second_time(step) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     gc.collect()

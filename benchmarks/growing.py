@@ -72,7 +72,7 @@ class Growing:
 
     def _go_on(self, record: Case) -> None:
         for name, made, value in _differences(record, self.environment, self.head["command"]):
-            raise SystemExit(f"{self.out} was made with {name} {made}, this is {value}: measure all anew.")
+            raise SystemExit(f"{self.out} was made with {name} {made}, this is {value}: delete it and measure again.")
         self.rows, self.failed = record["rows"], record.get("failed", [])
         self.begun, self.longest = record.get("begun"), record.get("longest", LONG)
         if self.begun is not None and self.begun["times"] >= TRIES:

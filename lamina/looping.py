@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ class Loop:
     """Cell whose parameters do not change while its loop runs: ``step(input, hx)`` returns what the cell would.
 
     On a CPU with numba the parameters are prepared once and their gradients formed once, at the end of the backward
-    pass, which is several times as fast as the cell. Everywhere else each call is the cell's. Gradients cannot be
-    differentiated again. Make a new loop after the parameters have changed: a backward pass raises if torch has
-    counted the change, but changes of ``parameter.data`` are not counted.
+    pass. Everywhere else each call is the cell's. Gradients cannot be differentiated again. Make a new loop after the
+    parameters have changed: a backward pass raises if torch has counted the change, but changes of ``parameter.data``
+    are not counted.
     """
 
     def __init__(self, cell: Any) -> None:
@@ -39,7 +40,7 @@ class Loop:
             raise fail(rule, type(cell).__name__, "A layer for whole sequences needs no loop.")
         self.cell: RecurrentCell = cell
         self._steps: Any = None  # the prepared parameters
-        self._key: Any = None  # what they were prepared for
+        self._key: Any = None  # the kind of call, threads and process that they were prepared for
 
     def __call__(self, input: Tensor, hx: Any = None) -> Any:
         """Return the next state, as the cell does."""
@@ -54,10 +55,13 @@ class Loop:
 
     @staticmethod
     def _key_of(given: tuple[Any, ...]) -> Any:
-        """Return what decides whether prepared parameters serve a call; None where they never do."""
+        """Return the key of calls that the same prepared parameters serve; None where none do.
+
+        A forked child has none of its parent's threads, so it prepares its own.
+        """
         if not all(t is None or type(t) is Tensor for t in given) or not ordinary(given[0]):
             return None
-        return cache_key(given), torch.get_num_threads()
+        return cache_key(given), torch.get_num_threads(), os.getpid()
 
     def _prepare(self, given: tuple[Any, ...]) -> None:
         """Prepare the parameters if the cell's own step, which has just run, runs in the CPU kernels."""

@@ -134,7 +134,7 @@ def test_rows_of_other_code_are_not_kept(growing, tmp_path, name):
     _, _, record = measured(growing, out)
     record["environment"][name] = "another"
     out.write_text(json.dumps(record))
-    with pytest.raises(SystemExit, match=f"made with {name} another.*measure all anew"):
+    with pytest.raises(SystemExit, match=f"made with {name} another.*delete it and measure again"):
         measured(growing, out)
     assert measured(growing, out, keep=False)[1] == CASES
 

@@ -169,6 +169,17 @@ def test_a_loop_takes_another_batch_and_mode_on_its_way():
     assert step(xs[0, 0]).shape == (8,)
 
 
+def test_a_loop_in_a_forked_child_prepares_its_own(monkeypatch):
+    ours, other = pair("GRU", "paper", 3, 8)
+    xs, state = torch.randn(3, 2, 3, dtype=torch.float64), states(ours, 2, 8)
+    step = lamina.loop(ours)
+    walk(step, xs, state)
+    prepared = step._steps
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    assert_alike(walk(step, xs, state), walk(other, xs, state))
+    assert step._steps is not prepared
+
+
 def test_a_loop_whose_parameters_changed_raises():
     ours, _ = pair("GRU", "paper", 3, 8)
     xs, state = torch.randn(3, 2, 3, dtype=torch.float64), states(ours, 2, 8)
