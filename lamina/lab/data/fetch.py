@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from ...errors import RunError, fail
 from .formats import BadFile, File
-from .registry import EMBEDDED, asked_root, default_root, find, lookup
+from .registry import EMBEDDED, Source, asked_root, default_root, find, lookup
 
 TIMEOUT = 30.0  # seconds of silence
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -28,6 +28,9 @@ def get(
         base_urls: addresses to use in place of the published ones; file names are appended.
     """
     source, requested = lookup(name), asked_root(folder)
+    if not source.remotes:
+        remedy = f"Bring its files into a folder {name}: {_needed(source)}. Licence: {source.licence}."
+        raise fail("a data set must have an address to be fetched", f"{name}, which has none", remedy)
     if requested == EMBEDDED:
         rule = "a data set is fetched into a folder"
         raise fail(rule, f"--data {EMBEDDED}", "Pass a folder; embedded data needs none.")
@@ -39,6 +42,11 @@ def get(
     with _disk_errors(home):
         home.mkdir(parents=True, exist_ok=True)
         return [_fetch(file, home, bases) for file in source.remotes]
+
+
+def _needed(source: Source) -> str:
+    """Return the names of the files of each layout."""
+    return "; or ".join(", ".join(file.name for file in layout.files) for layout in source.layouts)
 
 
 def _checked(bases: Sequence[str]) -> list[str]:

