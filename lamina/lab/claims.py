@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from .results import Metric, Mixed, Results, Run
-from .statistics import HEADLINE_SEEDS, MIN_SEEDS, BySeed, Interval, Pairs, differences, log_ratios, shown
+from .statistics import HEADLINE_SEEDS, MIN_SEEDS, BySeed, Interval, Pairs, bootstrap, differences, log_ratios, shown
 
 WORDS = ("reproduced", "direction reproduced", "inconclusive", "not reproduced")
 REPRODUCED, DIRECTION, INCONCLUSIVE, NOT_REPRODUCED = WORDS
@@ -23,6 +24,7 @@ class Measure:
     """A comparison by seed, whose values are above 0 where ours is better, and how the report prints an effect."""
 
     ratio, unit, scale = False, "", 1.0
+    items: Callable[[Run], Sequence[float] | None] | None = None
 
     def pairs(self, baseline: Results, ours: Results, metric: FindMetric) -> Pairs:
         """Return the comparison by seed."""
@@ -60,14 +62,33 @@ class Speed(Measure):
 
 
 @dataclass(frozen=True)
+class SpeedToBest(Measure):
+    """Updates until a metric is at its best for the first time; the baseline's over ours."""
+
+    metric: str
+    ratio = True
+
+    def pairs(self, baseline: Results, ours: Results, metric: FindMetric) -> Pairs:
+        return log_ratios(baseline.peaks(metric(self.metric)), ours.peaks(metric(self.metric)))
+
+    def words(self, interval: Interval) -> str:
+        return in_words(self, interval, after=" as fast")
+
+
+@dataclass(frozen=True)
 class Quality(Measure):
-    """A metric at the end of training ("last") or at its best, as a difference or as a ratio."""
+    """A metric at the end of training ("last") or at its best, as a difference or as a ratio.
+
+    items: values of a run whose mean is the metric, one for each test case, higher is better: whether a difference may
+    be the luck of these cases.
+    """
 
     metric: str
     at: str = "last"
     ratio: bool = False
     unit: str = ""
     scale: float = 1.0
+    items: Callable[[Run], Sequence[float] | None] | None = None
 
     def pairs(self, baseline: Results, ours: Results, metric: FindMetric) -> Pairs:
         measured = metric(self.metric)
@@ -142,6 +163,7 @@ class Verdict:
 
     nearest: what pairs with a miss are worth at least. placebo: the baseline against its own runs with other seeds, at
     ``placebo_share`` of the baseline's improvement. levels: intervals by such a share, of the claim and of the placebo.
+    items: mean difference over seeds and test cases, with the interval of a bootstrap over the cases.
     """
 
     word: str
@@ -153,6 +175,7 @@ class Verdict:
     placebo: Interval | None = None
     placebo_share: float = 1.0
     levels: Levels = ()
+    items: Interval | None = None
 
     @property
     def indicative(self) -> bool:
@@ -167,15 +190,21 @@ def judge(claim: Claim, results: Results, metric: FindMetric) -> Verdict:
         pairs = claim.measure.pairs(baseline, ours, metric)
         worse = _ends_worse(claim, baseline, ours, metric)
         levels = _at_levels(claim, baseline, ours, metric)
+        items = _by_items(claim.measure, baseline, ours)
     except Mixed as mixed:
         return Verdict(INCONCLUSIVE, "not measured", str(mixed))
     interval, (share, placebo) = pairs.interval(), _placebo(levels)
     word, reason = _word(claim, pairs, interval, worse, placebo)
+    if items and word in (REPRODUCED, DIRECTION) and items.low <= claim.margin:
+        word, reason = INCONCLUSIVE, "with other test cases the difference may vanish"
     reason = reason or (interval is None and _why_no_interval(pairs, baseline, ours)) or ""
     measured = claim.measure.words(interval) if interval else "not measured"
     if interval and pairs.both_missed:
         measured += f"; in {pairs.both_missed} more seeds neither side reached the target"
-    return Verdict(word, measured, reason, interval, pairs.value, pairs.nearest, placebo, share, levels)
+    if items:
+        low, high = (claim.measure.value(end, items.high - items.low) for end in (items.low, items.high))
+        measured += f"; bootstrap over {items.n:,} test cases: {low} to {high}"
+    return Verdict(word, measured, reason, interval, pairs.value, pairs.nearest, placebo, share, levels, items)
 
 
 def _word(
@@ -227,6 +256,16 @@ def _ends_worse(claim: Claim, baseline: Results, ours: Results, metric: FindMetr
         return ""
     interval = Quality(claim.final, "best").pairs(baseline, ours, metric).interval()
     return f"its best {metric(claim.final).label} is worse" if interval is not None and interval.high < 0 else ""
+
+
+def _by_items(measure: Measure, baseline: Results, ours: Results) -> Interval | None:
+    """Return the mean difference of the test cases over the seeds of both sides; None where runs hold no items."""
+    if measure.items is None:
+        return None
+    theirs, own = baseline.by_seed(measure.items), ours.by_seed(measure.items)
+    pairs = [zip(own[seed], theirs[seed], strict=True) for seed in sorted(theirs.keys() & own.keys())]
+    differences = [fmean(a - b for a, b in case) for case in zip(*pairs)]
+    return bootstrap(differences) if differences else None
 
 
 def _at_levels(claim: Claim, baseline: Results, ours: Results, metric: FindMetric) -> Levels:

@@ -189,6 +189,7 @@ class Scale:
 
     values: several values by setting; every combination is trained, but for those in ``without``.
     tuned: what was chosen for a variant on other seeds; a row holds the axes' settings and the chosen ones.
+    fewer: variants with fewer seeds than the others: their settings and how many.
     placebo: the variant that is trained with as many further seeds, to be compared with itself.
     explores: the claim whose failure a change of settings could explain. Such runs change no verdict.
     """
@@ -199,6 +200,7 @@ class Scale:
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     without: tuple[Mapping[str, Any], ...] = ()
     tuned: tuple[Mapping[str, Any], ...] = ()
+    fewer: tuple[tuple[Mapping[str, Any], int], ...] = ()
     placebo: Mapping[str, Any] = field(default_factory=dict)
     explores: str = ""
 

@@ -48,13 +48,15 @@ class Evaluation:
     run: takes the model in evaluation mode, data, settings, random draws that depend on seed and update alone (of one
     case: see ``Draws.of_cases``), and ``Progress``; returns metrics by name. every: None for the settings' own
     interval. on_checkpoint: too long to wait for during training; ``lamina evaluate`` measures it on the best
-    checkpoint.
+    checkpoint. at_best: measured once, on the best checkpoint when training has ended; a metric that is a list of
+    numbers, one for each test case, goes into the run's extras.
     """
 
     name: str
     run: Callable[[nn.Module, Any, Any, Draws, Progress], Mapping[str, float | Tensor]]
     every: Every | None = None
     on_checkpoint: bool = False
+    at_best: bool = False
 
 
 class Experiment(Protocol):

@@ -74,6 +74,11 @@ class Results(tuple[Run, ...]):
         """Return the best value that each run reached."""
         return {seed: metric.best(values) for seed, (_, values) in self.series(metric).items()}
 
+    def peaks(self, metric: Metric) -> BySeed:
+        """Return the updates after which each run was at its best, for the first time."""
+        series = self.series(metric).items()
+        return {seed: float(updates[values.index(metric.best(values))]) for seed, (updates, values) in series}
+
     def crossings(self, metric: Metric, level: float) -> BySeed:
         """Return the updates after which each run's best reached the level; infinity where it never did."""
         return {seed: crossing(series, level, metric.higher) for seed, series in self.series(metric).items()}

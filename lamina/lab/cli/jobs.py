@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -90,8 +91,14 @@ def jobs_of_scale(sheet: Sheet, name: str, seeds: range | None = None, **given: 
         raise fail("a scale trains at least one variant", f"{given} with --scale {name}", "Choose other values.")
     further = range(seeds.stop, seeds.stop + len(seeds))
     placebo = [config for config in configs if scale.placebo and _fits(config, scale.placebo)]
-    pairs = [(config, seed) for seed in seeds for config in configs] + [(c, seed) for c in placebo for seed in further]
+    pairs = [(config, seed) for seed in seeds for config in configs if seed - seeds.start < _most(config, scale)]
+    pairs += [(config, seed) for config in placebo for seed in further]
     return _distinct([_job(sheet, config, seed, name if config in own else "") for config, seed in pairs])
+
+
+def _most(config: Config, scale: Scale) -> float:
+    """Return how many seeds a variant has at most."""
+    return min((seeds for settings, seeds in scale.fewer if _fits(config, settings)), default=math.inf)
 
 
 def jobs_for(sheet: Sheet, configs: Sequence[Config], seeds: Sequence[int]) -> list[Job]:

@@ -6,8 +6,9 @@ from ...errors import one_of
 from ..experiment import Sheet
 from .convnet.settings import SHEET as CONVNET
 from .mnist.settings import SHEET as MNIST
+from .order_embeddings.settings import SHEET as ORDER_EMBEDDINGS
 
-SHEETS: dict[str, Sheet] = {sheet.name: sheet for sheet in (MNIST, CONVNET)}
+SHEETS: dict[str, Sheet] = {sheet.name: sheet for sheet in (MNIST, CONVNET, ORDER_EMBEDDINGS)}
 
 
 def find(name: str) -> Sheet:

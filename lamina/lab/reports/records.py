@@ -159,8 +159,10 @@ def _run(
 
 
 def _series(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:
-    """Return updates and values by metric; of two lines at one update (a resumed run) the later counts."""
-    by_step = {line["step"]: line for line in lines}
+    """Return updates and values by metric; of two values at one update (a resumed run) the later counts."""
+    by_step: dict[int, dict[str, Any]] = defaultdict(dict)
+    for line in lines:
+        by_step[line["step"]] |= line
     series: dict[str, dict[str, list[Any]]] = {}
     for step, line in sorted(by_step.items()):
         for name in (key for key in line if key not in _BESIDES):

@@ -45,7 +45,9 @@ class Run:
         self.described = data.describe()
         self.data = data.to(accelerator.device)
         self.batches = self.experiment.batches(job.config, self.data, job.seed)
-        self.evaluations = [one for one in self.experiment.evaluations(job.config) if not one.on_checkpoint]
+        measured = [one for one in self.experiment.evaluations(job.config) if not one.on_checkpoint]
+        self.evaluations = [one for one in measured if not one.at_best]
+        self.at_best = [one for one in measured if one.at_best]
         self.total_steps = length_in_updates(self.batches, self.config.length)
         self.step, self.until, self.logged, self.base_seconds = 0, 0, 0, 0.0
         self.side_by_side = 1
@@ -262,14 +264,26 @@ class Run:
 
     def _measured(self, evaluation: Evaluation) -> dict[str, float]:
         """Return metrics by name. All processes use those of the first, so that all save at the same updates."""
-        model = self.plain_model
-        model.eval()
-        draws = self._draws(evaluation.name)
-        with torch.no_grad():
-            measured = evaluation.run(model, self.data, self.config, draws, at_once)
-        model.train()
+        measured = self._run(evaluation)
+        self.plain_model.train()
         metrics: list[dict[str, float]] = [{name: float(value) for name, value in measured.items()}]
         return broadcast_object_list(metrics)[0]  # type: ignore[no-any-return]
+
+    def _run(self, evaluation: Evaluation) -> Mapping[str, Any]:
+        model = self.plain_model
+        model.eval()
+        with torch.no_grad():
+            return evaluation.run(model, self.data, self.config, self._draws(evaluation.name), at_once)
+
+    def _measure_best(self, folder: RunFolder, seconds: float) -> dict[str, list[float]]:
+        """Log what the best checkpoint is to be measured on, and return the metrics that are lists."""
+        best = folder.best_checkpoint() if self.at_best else None
+        if best is None:
+            return {}
+        self.plain_model.load_state_dict(best.weights)
+        measured = {name: torch.as_tensor(v) for one in self.at_best for name, v in self._run(one).items()}
+        self._write("eval", seconds, {name: float(value) for name, value in measured.items() if not value.dim()})
+        return {name: value.tolist() for name, value in measured.items() if value.dim()}
 
     def _draws(self, purpose: str) -> Draws:
         return draws_of_evaluation(self.job.seed, self.step, purpose, self.accelerator.device)
@@ -295,7 +309,7 @@ class Run:
             return
         with torch.no_grad():
             self.experiment.artefacts(model, self.data, self.config, draws, self.folder.artefacts)
-        if extras:
+        if extras := {**extras, **self._measure_best(self.folder, seconds)}:
             self.folder.write_json("extras.json", {str(self.job.seed): extras})
         summary = {
             "finished": True,

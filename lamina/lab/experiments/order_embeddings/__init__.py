@@ -1,0 +1,1 @@
+"""Order embeddings of images and language (section 6.1)."""
