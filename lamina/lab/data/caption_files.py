@@ -13,6 +13,8 @@ import io
 import json
 import re
 import zipfile
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ SPLIT_OF = {"train": "train", "restval": "train", "val": "valid", "dev": "valid"
 PUNCTUATION = re.compile(r"[^\w\s]|_")
 TOKEN_LINE = re.compile(r"(.+)#(\d+)\t(.*)", re.DOTALL)
 ALLOWED_BROKEN = 10  # lines that are not UTF-8 in a file of any length; in a long one a tenth of its lines
+UNREADABLE = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 CHUNK = 4096  # rows of features in memory at once
 ROUNDING = 1e-4  # rows whose length is this close to 1 are taken as they are, and stay on the disk
 
@@ -69,7 +72,7 @@ def read_compact(files: Mapping[str, bytes]) -> dict[str, Array]:
         splits.setdefault(split, {}).setdefault(image, []).append(_tokenised(caption))
     rows = _named_features(Path("features_efficientnet_lite0.npz"), io.BytesIO(features))
     known = {SPLIT_OF[split]: captions for split, captions in splits.items() if split in SPLIT_OF}
-    return _joined(known, rows, "captions.tsv.gz", repairs)
+    return _joined(known, rows, Path("captions.tsv.gz"), repairs)
 
 
 def read_token_file(paths: Mapping[str, Path]) -> dict[str, Array]:
@@ -77,8 +80,8 @@ def read_token_file(paths: Mapping[str, Path]) -> dict[str, Array]:
     tokens, *lists, features = paths.values()
     repairs = Repairs()
     captions = _token_captions(tokens, repairs)
-    splits = {split: _listed(path, captions, tokens, repairs) for split, path in zip(SPLITS, lists)}
-    return _joined(splits, _named_features(features), tokens.name, repairs)
+    splits = {split: _listed(path, captions, repairs) for split, path in zip(SPLITS, lists)}
+    return _joined(splits, _named_features(features), tokens, repairs)
 
 
 def read_karpathy(paths: Mapping[str, Path]) -> dict[str, Array]:
@@ -93,16 +96,16 @@ def read_karpathy(paths: Mapping[str, Path]) -> dict[str, Array]:
             raise fail(f"{path} must have each image once", f"{name!r} twice", "Delete one of them.")
         splits[split][name] = captions
     if features.suffix == ".npz":
-        return _joined(splits, _named_features(features), path.name, repairs)
+        return _joined(splits, _named_features(features), path, repairs)
     names = [image["filename"] for image in images]
-    return _joined(splits, _Features(features, names, _loaded(features)), path.name, repairs)
+    return _joined(splits, _Features(features, names, _mapped(features)), path, repairs)
 
 
 def read_original(paths: Mapping[str, Path]) -> dict[str, Array]:
     """Read the layout of the authors: five tokenised lines for each row of a split's features."""
     repairs, arrays, files = Repairs(), dict[str, Array](), list(paths.values())
     for split, text, features in zip(SPLITS, files[:3], files[3:]):
-        rows = _matrix(features, _loaded(features))
+        rows = _matrix(features, _mapped(features))
         lines = _lines(text.read_bytes(), str(text), repairs)
         captions = [" ".join(line.split()) for line in _without_blank_end(lines, PER_IMAGE * len(rows))]
         if len(captions) != PER_IMAGE * len(rows):
@@ -110,10 +113,8 @@ def read_original(paths: Mapping[str, Path]) -> dict[str, Array]:
             raise fail(f"{text} must have {PER_IMAGE} lines for each image", received, "Bring a pair that fits.")
         names = [f"{split}-{row:06d}" for row in range(len(rows))]
         groups = [captions[at : at + PER_IMAGE] for at in range(0, len(captions), PER_IMAGE)]
-        five = [
-            _five(f"{name} (line {PER_IMAGE * row + 1})", groups[row], text.name, repairs)
-            for row, name in enumerate(names)
-        ]
+        starts = [f"{name} (line {PER_IMAGE * row + 1})" for row, name in enumerate(names)]
+        five = [_five(start, group, text, repairs) for start, group in zip(starts, groups)]
         arrays |= _arrays(split, names, five, _unit_rows(rows, names.__getitem__, features))
     return _finished(arrays, repairs)
 
@@ -166,12 +167,12 @@ def _token_captions(path: Path, repairs: Repairs) -> Captions:
     return {image: [caption for _, caption in sorted(those)] for image, those in captions.items()}
 
 
-def _listed(path: Path, captions: Captions, source: Path, repairs: Repairs) -> Captions:
+def _listed(path: Path, captions: Captions, repairs: Repairs) -> Captions:
     """Return the captions of the images that a list names."""
     names = [name for line in _lines(path.read_bytes(), str(path), repairs) if (name := line.strip())]
     found = {name: captions.get(name, []) for name in names}
     if len(found) < len(names):
-        twice = next(name for at, name in enumerate(names) if name in names[:at])
+        twice = Counter(names).most_common(1)[0][0]
         raise fail(f"{path} must name each image once", f"{twice!r} twice", "Delete one of the lines.")
     return found
 
@@ -208,20 +209,20 @@ def _json_caption(sentence: Mapping[str, Any]) -> str:
     return " ".join(word for token in sentence["tokens"] for word in str(token).split())
 
 
-def _five(image: str, captions: Sequence[str], source: str, repairs: Repairs) -> list[str]:
+def _five(image: str, captions: Sequence[str], source: Path, repairs: Repairs) -> list[str]:
     """Return five captions of an image; one without words gives way to another of the same image."""
-    case = f"{image} in {source}"
+    case, told = f"{image} in {source}", f"{image} in {source.name}"  # records hold no paths of a machine
     if len(captions) < PER_IMAGE:
         rule, remedy = f"an image must have {PER_IMAGE} captions", "Add the missing ones, or leave out the image."
         raise fail(rule, f"{len(captions)} for {case}", remedy)
     if len(captions) > PER_IMAGE:
-        repairs.add(f"images with more than {PER_IMAGE} captions, of which the first {PER_IMAGE} are read", case)
+        repairs.add(f"images with more than {PER_IMAGE} captions, of which the first {PER_IMAGE} are read", told)
     chosen = captions[:PER_IMAGE]
     spare = next(filter(None, chosen), None)
     if spare is None:
         raise fail("an image must have a caption with words", f"{PER_IMAGE} empty ones for {case}", "Add a caption.")
     for _ in range(sum(not caption for caption in chosen)):
-        repairs.add("empty captions, for which another of the same image is read", case)
+        repairs.add("empty captions, for which another of the same image is read", told)
     return [caption or spare for caption in chosen]
 
 
@@ -252,29 +253,32 @@ class _Features:
 
 def _named_features(path: Path, file: io.BytesIO | None = None) -> _Features:
     """Read an npz file with the names of images and their features."""
-    arrays = _loaded(path, file)
     try:
-        names, rows = arrays["names"], arrays["features"]
-    except (KeyError, IndexError, ValueError, OSError, zipfile.BadZipFile) as error:
-        raise fail(f"{path} must hold the arrays names and features", str(error), "Write it anew.") from None
+        with file or open(path, "rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+            names, rows = arrays["names"], arrays["features"]
+    except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
+        rule = f"{path} must be an npz file with the arrays names and features"
+        raise fail(rule, f"{type(error).__name__}: {error}", "Write it anew.") from None
     if names.ndim != 1 or names.dtype.kind not in "US":
         raise fail(f"{path} must have a list of names", f"{names.dtype} {names.shape}", "Write it anew.")
-    return _Features(path, (np.char.decode(names) if names.dtype.kind == "S" else names).tolist(), rows)
+    return _Features(
+        path, (np.char.decode(names, errors="replace") if names.dtype.kind == "S" else names).tolist(), rows
+    )
 
 
-def _loaded(path: Path, file: io.BytesIO | None = None) -> Any:
-    """Open an npy or npz file; an npy file stays on the disk, and writing into the array leaves it alone."""
+def _mapped(path: Path) -> Array:
+    """Open an npy file; it stays on the disk, and writing into the array leaves it alone."""
     try:
-        return np.load(file or path, mmap_mode=None if file else "c", allow_pickle=False)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise fail(f"{path} must be a readable npy or npz file", str(error), "Bring or write it anew.") from None
+        return np.lib.format.open_memmap(path, mode="c")
+    except UNREADABLE as error:
+        raise fail(f"{path} must be a readable npy file", str(error), "Bring or write it anew.") from None
 
 
-def _matrix(path: Path, rows: Any) -> Array:
+def _matrix(path: Path, rows: Array) -> Array:
     """Return the rows, or raise if they are no matrix of numbers."""
-    shown = f"{getattr(rows, 'dtype', type(rows).__name__)} {getattr(rows, 'shape', '')}".strip()
-    if not isinstance(rows, np.ndarray) or rows.ndim != 2 or rows.dtype.kind not in "fiu" or 0 in rows.shape:
-        raise fail(f"{path} must hold a matrix of numbers, a row for each image", shown, "Write it anew.")
+    if rows.ndim != 2 or rows.dtype.kind not in "fiu" or 0 in rows.shape:
+        rule = f"{path} must hold a matrix of numbers, a row for each image"
+        raise fail(rule, f"{rows.dtype} {rows.shape}", "Write it anew.")
     return rows
 
 
@@ -303,7 +307,7 @@ def _lengths(rows: Array) -> Array:
 # Arrays
 
 
-def _joined(splits: Mapping[str, Captions], rows: _Features, source: str, repairs: Repairs) -> dict[str, Array]:
+def _joined(splits: Mapping[str, Captions], rows: _Features, source: Path, repairs: Repairs) -> dict[str, Array]:
     """Return the arrays of three splits that share a file of features."""
     arrays: dict[str, Array] = {}
     _check_disjoint(splits, source)
@@ -316,7 +320,7 @@ def _joined(splits: Mapping[str, Captions], rows: _Features, source: str, repair
     return _finished(arrays, repairs)
 
 
-def _check_disjoint(splits: Mapping[str, Captions], source: str) -> None:
+def _check_disjoint(splits: Mapping[str, Captions], source: Path) -> None:
     owners: dict[str, str] = {}
     for split, captions in splits.items():
         for image in captions:

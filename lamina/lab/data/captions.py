@@ -15,7 +15,7 @@ from .caption_files import PER_IMAGE, SPLITS, words_of
 from .formats import lines_in
 from .text import Vocabulary
 
-__all__ = ["PER_IMAGE", "CaptionData", "CaptionedImages", "load_captions", "vocabulary_of", "words_of"]
+__all__ = ["PER_IMAGE", "SPLITS", "CaptionData", "CaptionedImages", "load_captions", "vocabulary_of", "words_of"]
 
 DATASETS = ("flickr8k", "coco", "scenes")
 

@@ -157,7 +157,8 @@ def _features() -> Array:
         across = patches.shape[1]
         responses = patches.reshape(len(part) * across * across, -1).astype(np.float32) @ filters
         sums[first : first + 100] = _pooled(np.maximum(responses, 0).reshape(len(part), across, across, FILTERS))
-    return (sums / np.sqrt((sums * sums).sum(1, keepdims=True))).astype(np.float32)
+    rows: Array = (sums / np.sqrt((sums * sums).sum(1, keepdims=True))).astype(np.float32)
+    return rows
 
 
 def _pooled(responses: Array) -> Array:
