@@ -82,11 +82,22 @@ class Adam(torch.optim.Adam):
         states = [self.state[p] for p in params]
         step = states[0]["step"]
         rate = group["lr"] * torch.sqrt(1 - (1 - beta2) ** step) / (1 - (1 - beta1) ** step)
-        late = [torch.full_like(step, LATE) for _ in params]
-        moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        options: dict[str, Any] = {"amsgrad": False, "weight_decay": 0.0, "maximize": False, "fused": True}
-        gradients = [cast(Tensor, p.grad) for p in params]
-        adam(params, gradients, *moments, [], late, lr=rate, beta1=beta1, beta2=beta2, eps=group["eps"], **options)
+        adam(
+            params,
+            [cast(Tensor, p.grad) for p in params],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [torch.full_like(step, LATE) for _ in params],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=rate,
+            weight_decay=0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
