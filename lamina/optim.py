@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from .errors import one_of
+
+LATE = 1e8  # steps after which both of Adam's bias corrections are 1 in any precision
 
 
 class Adam(torch.optim.Adam):
@@ -54,22 +57,47 @@ class Adam(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._kiros_update(group)
+            for params in self._of_one_step(group["params"]):
+                self._kiros_update(params, group)
         return loss
 
-    def _kiros_update(self, group: dict[str, Any]) -> None:
-        """Apply p -= lr sqrt(1 - 0.001^t)/(1 - 0.1^t) m/(sqrt(v) + eps), 1 - beta in place of beta."""
+    def _of_one_step(self, params: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+        """Count an update of each parameter with a gradient, and return those with equal counts together.
+
+        Counts on a GPU are not read, so there each parameter stays alone.
+        """
+        groups: dict[Any, list[Tensor]] = {}
+        for p in params:
+            if p.grad is not None:
+                step = self._state_of(p)["step"].add_(1)
+                groups.setdefault(p if p.is_cuda else step.item(), []).append(p)
+        return groups.values()
+
+    def _kiros_update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """Apply p -= lr sqrt(1 - 0.001^t)/(1 - 0.1^t) m/(sqrt(v) + eps), 1 - beta in place of beta.
+
+        torch's fused update does it: after so many steps as in ``late`` its own corrections are 1.
+        """
         beta1, beta2 = group["betas"]
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            state = self._state_of(p)
-            step, m, v = state["step"], state["exp_avg"], state["exp_avg_sq"]
-            step.add_(1)
-            m.lerp_(p.grad, 1 - beta1)
-            v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-            rate = group["lr"] * torch.sqrt(1 - (1 - beta2) ** step) / (1 - (1 - beta1) ** step)
-            p.sub_(rate * m / (v.sqrt().add_(group["eps"])))
+        states = [self.state[p] for p in params]
+        step = states[0]["step"]
+        rate = group["lr"] * torch.sqrt(1 - (1 - beta2) ** step) / (1 - (1 - beta1) ** step)
+        adam(
+            params,
+            [cast(Tensor, p.grad) for p in params],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [torch.full_like(step, LATE) for _ in params],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=rate,
+            weight_decay=0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]

@@ -75,6 +75,23 @@ def test_kiros_adam_takes_the_long_first_steps_of_the_specification(t, ratio):
     assert lengths[0] / lengths[1] == pytest.approx(ratio, rel=0.02)
 
 
+def test_kiros_adam_counts_each_parameters_own_updates():
+    """One that gets its first gradient later takes its first steps then, beside others that are further."""
+
+    def trained(late: int, first: int, updates: int) -> list[torch.Tensor]:
+        held = parameters()
+        optimizer = Adam(held, 0.01, bias_correction="kiros")
+        for step in range(first, first + updates):
+            for k, (p, g) in enumerate(zip(held, gradients(step))):
+                p.grad = None if k == 1 and step < late else g
+            optimizer.step()
+        return held
+
+    mixed = trained(3, 0, 6)
+    assert torch.equal(mixed[0], trained(0, 0, 6)[0])
+    assert torch.equal(mixed[1], trained(0, 3, 3)[1])
+
+
 def test_kiros_adam_resumes_from_its_state():
     def trained(split: int) -> list[torch.Tensor]:
         held = parameters()

@@ -27,6 +27,7 @@ from .call_parts import (
     slots_of,
 )  # fmt: skip
 from .jit import apart, bytes_of, call_at, meet, numbers, part
+from .machine import VECTORS
 from .matmul import PANEL, outer, pack_share, product, project, row_times
 from .rows import moments, slopes
 
@@ -250,18 +251,32 @@ def _single_step(p, thread, first, last, spare, like):
 
 
 @part
+def _product_of_columns(p, left, count, thread, like):
+    """Compute a thread's columns of the gradients that reach the old states of all rows."""
+    apart()
+    H, W = p.hidden, p.gates * p.hidden
+    if p.packed == 0:  # one case
+        begin, end = share_of(H, thread, p.threads, np.int64(16))
+        row_times(left, W, p.weight, H, begin, end, p.z, like)
+    else:
+        begin, end = share_of(p.vectors, thread, p.threads, np.int64(VECTORS))
+        panel = begin // VECTORS
+        packed, z = p.packed + panel * W * PANEL, p.z + panel * PANEL
+        product(left, W, count, W, packed, end - begin, z, p.z_row, like)
+
+
+@part
 def backward_rows(address, thread, like):
     """Run steps end - 1 down to begin of a thread's rows."""
     p, size = call_at(address), bytes_of(like)
     H, scratch = p.hidden, p.scratch + thread * p.scratch_size * size
-    W, begin, end = p.gates * H, np.int64(0), H
-    first, last, step, at = slots_of(p, thread)
-    if p.shared:
-        begin, end = share_of(H, thread, p.threads, np.int64(16))
+    W = p.gates * H
+    first, last, step, at, hop = slots_of(p, thread)
     if p.packs:
         _pack_both(p, thread, like)
     sums, rows_in_block = (4 * p.gates + 2) * H, 0
     share, total = p.shares + thread * sums * size, p.totals + thread * sums * 8
+    before = row_of(p, p.begin, np.int64(0))
     for back in range(p.end - p.begin):
         t = p.end - 1 - back
         busy = alive(p, t)
@@ -273,19 +288,20 @@ def backward_rows(address, thread, like):
             if rows_in_block == BLOCK:
                 add_block(share, total, sums, like)
                 rows_in_block = 0
-        before = row_of(p, p.begin, np.int64(0))
-        left, z = p.d_raw + (row_of(p, t, first) - before) * W * size, p.z + at * p.z_row * size
-        if p.packed == 0:  # one case
-            if p.shared:
-                meet()
+        if p.shared:
+            meet()  # the gradients of all rows are complete
             if busy > 0:
-                row_times(left, W, p.weight, H, begin, end, z, like)
-            if p.shared:
-                meet()
+                left = p.d_raw + (row_of(p, t, np.int64(0)) - before) * W * size
+                _product_of_columns(p, left, busy, thread, like)
+            meet()  # all columns of the product are complete
         elif count > 0:
-            product(left, W * step, count, W, p.packed, p.panels, z, p.z_row, like)
+            left = p.d_raw + (row_of(p, t, first) - before) * W * size
+            if p.packed == 0:  # one case
+                row_times(left, W, p.weight, H, np.int64(0), H, p.z, like)
+            else:
+                product(left, W * step, count, W, p.packed, p.vectors, p.z + at * p.z_row * size, p.z_row, like)
         for n in range(count):
-            _arrived(p, t, case_of(p, first + n * step), z + n * p.z_row * size, like)
+            _arrived(p, t, case_of(p, first + n * step), p.z + (at + n * hop) * p.z_row * size, like)
     if p.left != 0:
         _single_step(p, thread, first, last, scratch + (W + 6 * H + 64) * size, like)
     add_block(share, total, sums, like)

@@ -19,8 +19,8 @@ from ..forms import Setting
 from ..given import NAMES, Given
 from ..given import there as _there
 from . import team
-from .layer import CHUNK, Call, MatrixGradients, in_order, multiply, packed, start
-from .machine import panel_width
+from .layer import Call, MatrixGradients, in_order, multiply, packed, start
+from .machine import panel_width, vectors
 
 Population = Mapping[str, Moments] | None  # a row for each step of the call
 # Tensors with a row for each unit of each gate.
@@ -152,7 +152,7 @@ class BatchCall(Call):
         if self.batch > 1:
             parts = self._packed(weight, backward, panels)
             step = parts.stride(0) * size if count > 1 else 0
-            self.set(packed=parts, panels=panels, panel_step=step)
+            self.set(packed=parts, vectors=vectors(columns, size), panel_step=step)
 
     def _packed(self, weight: Tensor, backward: bool, panels: int) -> Tensor:
         """Return the packed panels of each thread's rows of the matrix, or for backward of its columns."""
@@ -209,7 +209,7 @@ def _walk(call: BatchCall, by_name: dict[str, Given], whole: bool) -> Tensor:
     """Run the steps, in chunks or, to save x^ of W_x x of all (``whole``), at once; return W_x x if ``whole``."""
     x, weight = _there(by_name["input"]), _there(by_name["weight_ih"])
     steps, row = call.steps, call.batch * call.width * call.dtype.itemsize
-    summed = call.empty(steps if whole else min(steps, max(1, CHUNK // call.batch)), call.batch, call.width)
+    summed = call.empty(steps if whole else call.chunk, call.batch, call.width)
     for begin in range(0, steps, summed.shape[0]):
         end = min(steps, begin + summed.shape[0])
         multiply(x[begin:end].flatten(0, 1), weight, True, summed[: end - begin].flatten(0, 1))
@@ -252,7 +252,7 @@ def _walk_back(call: BatchCall, matrices: MatrixGradients) -> Tensor:
     """Run the steps back in chunks; return the sums for gains and biases."""
     shares = torch.zeros(4 * call.width + 2 * call.hidden, dtype=call.dtype)
     totals = torch.zeros_like(shares, dtype=torch.float64)
-    chunk = max(1, min(call.steps, CHUNK // call.batch))
+    chunk = call.chunk
     d_raw = call.empty(chunk * call.batch, call.width)
     d_summed = torch.empty_like(d_raw) if call.placement.ih else d_raw
     call.set(d_raw=d_raw, d_summed=d_summed, shares=shares, totals=totals)

@@ -71,7 +71,7 @@ def _recurrent_sums(p, t, thread, begin, end, first, n, z, like):
         row_times_transpose(left, H, p.weight, column, column + p.gates * n, z - column * size, like)
     else:
         left, out = left + begin * H * size, z + begin * p.z_row * size
-        product(left, H, end - begin, H, p.packed + thread * p.panel_step, p.panels, out, p.z_row, like)
+        product(left, H, end - begin, H, p.packed + thread * p.panel_step, p.vectors, out, p.z_row, like)
 
 
 @part
@@ -217,7 +217,7 @@ def forward_units(address, thread, like):
     n = min(p.hidden, first + p.each) - first
     if p.by_rows:
         first, n = np.int64(0), p.hidden
-        begin, end = share_of(p.batch, thread, p.threads, np.int64(4))
+        begin, end = share_of(p.batch, thread, p.threads, np.int64(1))
     z, scratch = p.z + thread * p.z_step, p.scratch + thread * p.scratch_size * size
     meets = p.threads > 1 and p.by_rows == 0
     if p.operand != 0:
@@ -551,7 +551,7 @@ def _through_product(p, t, thread, first, n, z, like):
     if p.packed == 0:
         row_times(left, W, p.weight, p.hidden, first, first + n, z - first * size, like)
     else:
-        product(left, W, p.batch, W, p.packed + thread * p.panel_step, p.panels, z, p.z_row, like)
+        product(left, W, p.batch, W, p.packed + thread * p.panel_step, p.vectors, z, p.z_row, like)
 
 
 @part

@@ -90,16 +90,17 @@ def row_of(p, t, slot):
 
 @part
 def slots_of(p, thread):
-    """Return a thread's first slot, end of its slots, stride between them, and its first row of a product.
+    """Return a thread's first slot, end of its slots, stride between them, its first row of a product, and its stride.
 
     Threads take contiguous slots. With lengths they take slots in turn, since the first slots hold the longest cases.
+    Rows of a product are slots where threads share its columns; elsewhere a thread's rows are neighbours.
     """
-    if p.shared:
-        return np.int64(0), p.batch if thread == 0 else np.int64(0), np.int64(1), np.int64(0)
     if p.order == 0:
-        first, last = share_of(p.batch, thread, p.threads, np.int64(4))
-        return first, last, np.int64(1), first
-    return thread, p.batch, p.threads, thread * ((p.batch + p.threads - 1) // p.threads)
+        first, last = share_of(p.batch, thread, p.threads, np.int64(1))
+        return first, last, np.int64(1), first, np.int64(1)
+    if p.shared:
+        return thread, p.batch, p.threads, thread, p.threads
+    return thread, p.batch, p.threads, thread * ((p.batch + p.threads - 1) // p.threads), np.int64(1)
 
 
 @part

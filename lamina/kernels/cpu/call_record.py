@@ -15,7 +15,7 @@ FIELDS = (
     "order", "counts", "starts",  # lengths: cases, longest first [B]; number of cases that have a step t [T]; first row
     # of step t in tensors without padding [T+1]. 0: no lengths
     "resets", "drop", "keep_h", "keep_h_t", "keep_h_b", "keep_c", "keep_c_t", "keep_c_b",  # 0: absent
-    "weight", "packed", "panels",  # recurrent matrix: unpacked (one row) or as packed panels
+    "weight", "packed", "vectors",  # recurrent matrix: unpacked (one row) or as packed panels of so many vectors
     "z", "z_row",  # output of the product, [B, z_row]
     "operand",  # [B, H]: left factor of the product where it is not the history itself
     "scratch", "scratch_size",  # scratch of each thread; its size in numbers, not bytes
@@ -23,7 +23,7 @@ FIELDS = (
     "d_raw", "d_summed",  # [steps of this call, B, W]
     "shares",  # [threads, 4 W + 2 H]: gradients of bias, gain, bias_x, gain_x, bias_cell, gain_cell, over a block
     "totals",  # float64: the same, summed over all rows
-    "threads", "shared",  # shared: threads split the product's columns; thread 0 does the rest for all rows
+    "threads", "shared",  # shared: threads split the product's columns, not its rows
     "left", "rows", "depth", "columns", "turned", "out",  # products of many rows, and packing
     # Batch norm: threads take ``each`` units, or split rows; bytes from one thread's packed matrix and z to the next's.
     "each", "by_rows", "panel_step", "z_step",

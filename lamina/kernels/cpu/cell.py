@@ -20,7 +20,7 @@ from ..given import COUNT, EXTRAS, NAMES, STEP, Given, there
 from . import team
 from .call_record import PLACES
 from .layer import KINDS, WORTH, Call, SumOfProducts, packed
-from .machine import DEPTH, LEFTS, STRETCH, TILE, panel_width
+from .machine import DEPTH, LEFTS, STRETCH, TILE, panel_width, vectors
 
 X, H, C, W_IH, W_HH, B_IH, B_HH, G_IH, G_HH, G_SUM, G_CELL, B_CELL = range(STEP)
 FORWARD, BACKWARD = range(2)
@@ -33,8 +33,8 @@ _STATES = [(PLACES[n], at) for n, at in (("reset_h", H), ("reset_c", C), ("left"
 _GRADIENTS = [(PLACES[n], row) for row, n in enumerate(("dh", "dc", "d_reset_h", "d_reset_c"))]
 _MATRICES = [(X, PLACES["dx"]), (W_IH, PLACES["d_weight_x"]), (W_HH, PLACES["d_weight"])]
 _KEPT = [PLACES[n] for n in ("summed", "xhat", "rstd")]
-_BIAS, _PANELS, _Z_ROW, _HIST, _C_HIST, _TOTALS = map(
-    PLACES.__getitem__, ("bias", "panels", "z_row", "hist", "c_hist", "totals")
+_BIAS, _VECTORS, _Z_ROW, _HIST, _C_HIST, _TOTALS = map(
+    PLACES.__getitem__, ("bias", "vectors", "z_row", "hist", "c_hist", "totals")
 )
 
 
@@ -63,6 +63,7 @@ class Kernel:
 
     def _fill_in(self) -> None:
         panel = panel_width(self.dtype.itemsize)
+        self.vectors = tuple(vectors(n, self.dtype.itemsize) for n in (self.width, self.hidden))
         self.panels = tuple(-(-n // panel) for n in (self.width, self.hidden, self.inputs))
         outer = (TILE + (max(self.panels[1:]) + LEFTS) * min(DEPTH, self.batch)) * panel
         scratch = 2 * self.width + 6 * self.hidden + 64 + max(STRETCH * panel, outer)
@@ -120,7 +121,7 @@ class Kernel:
         for place, at in _STATES:
             tensor = tensors[at]
             numbers[place] = (self.held["zeros"] if tensor is None else tensor).data_ptr()
-        numbers[_PANELS], numbers[_Z_ROW] = self.panels[way], self.z_rows[way]
+        numbers[_VECTORS], numbers[_Z_ROW] = self.vectors[way], self.z_rows[way]
         return numbers
 
     def run(self, way: int, numbers: Any) -> None:

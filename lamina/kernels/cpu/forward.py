@@ -1,7 +1,7 @@
 """Forward kernel on a CPU: all steps of some rows of the batch.
 
-Threads split the rows of the batch and need no barrier. For a single row they split the columns of the product, with
-a barrier before and after it.
+Threads split the rows of the batch and need no barrier. Where a batch is small and its matrix large they split the
+columns of the product instead, with a barrier before and after it: each then reads a part of the matrix, not all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from .call_parts import (
     slots_of,
 )  # fmt: skip
 from .jit import apart, bytes_of, call_at, meet, numbers, part
-from .matmul import pack_share, product, project, row_times_transpose
+from .machine import VECTORS
+from .matmul import PANEL, pack_share, product, project, row_times_transpose
 from .rows import moments
 
 
@@ -132,19 +133,42 @@ def _forward_row(p, t, b, row, z, scratch, like):
 
 
 @part
-def _factor(p, t, first, step, count, at, like):
-    """Return the address of step t's left factor: history, or ``operand`` with gathered, reset or dropped rows."""
+def _factor(p, t, first, step, count, at, hop, like):
+    """Return the address of step t's left factor: history, or ``operand`` with gathered, reset or dropped rows.
+
+    A thread gathers the rows of its slots: row ``at`` for its first slot, then every ``hop``-th.
+    """
     size, H = bytes_of(like), p.hidden
+    shared = p.shared != 0
     if p.operand == 0:
-        return p.hist + (t * p.batch + first) * H * size
+        return p.hist + (t * p.batch + (np.int64(0) if shared else first)) * H * size
     for n in range(count):
-        b, out = case_of(p, first + n * step), p.operand + (at + n) * H * size
+        b, out = case_of(p, first + n * step), p.operand + (at + n * hop) * H * size
         old = old_h(p, t, b, like)
         if p.drop != 0:
             rows.times(old, p.drop + b * H * size, out, H, like)
         else:
             rows.copy(old, out, H, like)
-    return p.operand + at * H * size
+    return p.operand + (np.int64(0) if shared else at) * H * size
+
+
+@part
+def _recurrent_product(p, left, rows_, thread, at, like):
+    """Compute W_h h of a step: a thread's rows, or its columns of all rows where threads share the columns."""
+    apart()
+    size, H = bytes_of(like), p.hidden
+    if p.packed == 0:  # one case
+        begin, end = np.int64(0), p.gates * H
+        if p.shared:  # multiples of 16: the bits do not depend on the split
+            begin, end = share_of(end, thread, p.threads, np.int64(16))
+        row_times_transpose(left, H, p.weight, begin, end, p.z, like)
+    elif p.shared:
+        begin, end = share_of(p.vectors, thread, p.threads, np.int64(2 * VECTORS))
+        panel = begin // VECTORS
+        packed, z = p.packed + panel * H * PANEL, p.z + panel * PANEL
+        product(left, H, rows_, H, packed, end - begin, z, p.z_row, like)
+    else:
+        product(left, H, rows_, H, p.packed, p.vectors, p.z + at * p.z_row * size, p.z_row, like)
 
 
 @part
@@ -172,35 +196,29 @@ def forward_rows(address, thread, like):
     """Run steps begin to end of a thread's rows."""
     p, size = call_at(address), bytes_of(like)
     H, scratch = p.hidden, p.scratch + thread * p.scratch_size * size
-    W, begin, end = p.gates * H, np.int64(0), p.gates * H
-    first, last, step, at = slots_of(p, thread)
-    if p.shared:
-        begin, end = share_of(
-            W, thread, p.threads, np.int64(16)
-        )  # multiples of 16: the bits do not depend on the split
+    W = p.gates * H
+    first, last, step, at, hop = slots_of(p, thread)
     if p.packs:
         _pack_both(p, thread, like)
     if p.packed_x != 0 or p.weight_x != 0:
         _project_frame(p, first, last, scratch + (2 * W + 6 * H + 64) * size, like)
     for t in range(p.begin, p.end):
-        busy, z = alive(p, t), p.z + at * p.z_row * size
+        busy = alive(p, t)
         count = count_of(first, min(busy, last), step)
-        left = _factor(p, t, first, step, count, at, like)
-        if p.packed == 0:  # one case
-            if busy > 0:
-                row_times_transpose(left, H, p.weight, begin, end, z, like)
-            if p.shared:
-                meet()
-        elif count > 0:
-            product(left, H, count, H, p.packed, p.panels, z, p.z_row, like)
+        left = _factor(p, t, first, step, count, at, hop, like)
+        if p.shared:
+            meet()  # the left factor of all rows is complete
+        filled = busy if p.shared else count
+        if filled > 0:
+            _recurrent_product(p, left, filled, thread, at, like)
+        if p.shared:
+            meet()  # all columns of the product are complete
         for n in range(count):
-            slot = first + n * step
-            _forward_row(p, t, case_of(p, slot), row_of(p, t, slot), z + n * p.z_row * size, scratch, like)
+            slot, z = first + n * step, p.z + (at + n * hop) * p.z_row * size
+            _forward_row(p, t, case_of(p, slot), row_of(p, t, slot), z, scratch, like)
         for slot in range(first + count * step, last, step):
             b = case_of(p, slot)  # this case has ended: its output is 0
             rows.fill(p.hist + ((t + 1) * p.batch + b) * H * size, H, like, like)
-        if p.shared:
-            meet()
     if p.streams:
         count = p.batch * H
         rows.copy(p.hist + count * size, p.hist, count, like)

@@ -19,14 +19,16 @@ from ..given import NAMES, STEP, Given
 from ..given import there as _there
 from . import machine, team
 from .call_record import PLACES
-from .machine import DEPTH, LEFTS, STRETCH, TILE, panel_width
+from .machine import DEPTH, LEFTS, STRETCH, TILE, panel_width, vectors
 
-CHUNK = 512  # rows whose W_x x, or gradients, are in memory at once: without saving they stay in the caches
+CHUNK = 512, 1024  # least and most rows whose W_x x, or gradients, are in memory at once, so that they stay in the
+CHUNK_NUMBERS = 2**18  # caches: this many numbers, where that is between the two
 KINDS = {torch.float32: "float32", torch.float64: "float64"}
 PIECE = 2048  # most rows in one float32 sum of a matrix's gradient
 BLOCK = 64  # such sums that are added up before they join the total
 FEW = 64  # rows per thread below which threads split a product's columns: splitting rows costs more packing
 SHARE = 2**15  # weights per thread that are worth a thread of their own, for the product of one row
+LARGE = 2**17  # bytes of a matrix, times a thread's rows squared, from which threads share its columns (two cores)
 WORTH = 2**17  # multiplications per thread that are worth a thread of their own, for products of many rows
 
 
@@ -138,6 +140,22 @@ def prepared(setting: Setting, tensors: Sequence[Given], extras: Sequence[Given]
     return Call(setting, dict(zip(NAMES, tensors)), extras)
 
 
+def _division(batch: int, weight: Tensor) -> tuple[int, bool]:
+    """Return the number of threads, and whether they share the columns of a step's product instead of its rows.
+
+    Sharing columns costs two barriers a step. It pays where a thread's few rows would each time need the whole matrix
+    from beyond its L2 cache.
+    """
+    threads = team.threads()
+    if batch == 1:
+        threads = max(1, min(threads, weight.numel() // SHARE))
+        return threads, threads > 1
+    rows = max(2, -(-batch // threads))
+    shared = weight.numel() * weight.element_size() >= rows * rows * LARGE
+    threads = threads if shared else min(threads, batch)
+    return threads, shared and threads > 1
+
+
 class _Ragged:
     """Slots for cases of several lengths: longest first, so that those that still have steps are neighbours.
 
@@ -164,16 +182,14 @@ class Call(Job):
         super().__init__(weight.dtype)
         self.form = form_of(setting)
         (self.steps, self.batch), (self.width, self.hidden) = x.shape[:2], weight.shape
-        parts = weight.numel() // SHARE if extras[1] is None and extras[4] is None else 1
-        shared = self.batch == 1 and parts > 1
-        self.threads = max(1, min(team.threads(), parts if shared else self.batch))
+        self.threads, self.shared = _division(self.batch, weight)
         form, where = self.form, setting.where
         self.placement = where
         self.groups = where.groups(form.site) if form.site else ()
         self.set(
             steps=self.steps, batch=self.batch, hidden=self.hidden, gates=form.gates, cell=CELLS[form.cell],
             site=SITES[form.site], cell_norm=form.cell_norm, carry=form.carry, relu=form.relu, std=form.std,
-            eps=self.full(1, form.eps), norm_x=bool(where.ih), shared=shared and self.threads > 1,
+            eps=self.full(1, form.eps), norm_x=bool(where.ih), shared=self.shared,
             groups=len(self.groups), sizes=_whole_numbers(tuple(self.groups)), groups_x=len(where.ih),
             sizes_x=_whole_numbers(tuple(where.ih)),
         )  # fmt: skip
@@ -227,6 +243,12 @@ class Call(Job):
         """Return the number of rows of a step's product: equally many for each thread."""
         return self.threads * -(-self.batch // self.threads)
 
+    @property
+    def chunk(self) -> int:
+        """Return the number of steps that are in memory at once where they are not saved."""
+        rows = sorted((*CHUNK, CHUNK_NUMBERS // self.width))[1]
+        return max(1, min(self.steps, rows // self.batch))
+
     def first_row(self, step: int) -> int:
         """Return the first row of a step in tensors without padding."""
         return step * self.batch if self.ragged is None else self.ragged.begins[step]
@@ -263,7 +285,7 @@ class Call(Job):
         panels = -(-columns // panel)
         self.set(weight=weight, z=self.empty(self.product_rows, panels * panel), z_row=panels * panel)
         if self.batch > 1:
-            self.set(packed=packed(weight, not backward), panels=panels)
+            self.set(packed=packed(weight, not backward), vectors=vectors(columns, weight.element_size()))
 
 
 def _scratch(call: Call, widths: int) -> Tensor:
@@ -306,7 +328,7 @@ def forward(
         hist=hist, c_hist=c_hist, c_step=batch * hidden * size if whole_c else 0,
         xhat=xhat if train else 0, rstd=rstd, scratch=_scratch(call, 2),
     )  # fmt: skip
-    summed = call.empty(steps if train else min(steps, max(1, CHUNK // batch)), batch, call.width)
+    summed = call.empty(steps if train else call.chunk, batch, call.width)
     for begin in range(0, steps, summed.shape[0]):
         end = min(steps, begin + summed.shape[0])
         before, count = call.first_row(begin), call.first_row(end) - call.first_row(begin)
@@ -338,7 +360,7 @@ def backward(
         dc.copy_(d_c)
     shares = torch.zeros(call.threads, 4 * width + 2 * hidden, dtype=call.dtype)
     totals = torch.zeros_like(shares, dtype=torch.float64)
-    chunk = max(1, min(steps, CHUNK // batch))
+    chunk = call.chunk
     d_raw, d_summed = call.empty(chunk * batch, width), call.empty(chunk * batch, width)
     call.matrix(weight, True)
     call.set(

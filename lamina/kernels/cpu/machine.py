@@ -71,6 +71,11 @@ def panel_width(size: int) -> int:
     return VECTORS * vector_bytes() // size
 
 
+def vectors(columns: int, size: int) -> int:
+    """Return the number of vectors that hold so many numbers of ``size`` bytes."""
+    return -(-columns * size // vector_bytes())
+
+
 @cache
 def digest() -> str:
     """Return a digest of everything that compiled code depends on."""

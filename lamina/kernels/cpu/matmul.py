@@ -30,12 +30,12 @@ ROWS = 8 if vector_bytes() == 64 else 4  # rows of the largest tile
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # never nnan or ninf: numbers that are not finite must propagate
 
 
-def _tile(rows: int, panels: int, turned: bool = False) -> Any:
+def _tile(rows: int, panels: int, turned: bool = False, vectors: int = VECTORS) -> Any:
     """Return an intrinsic for c[rows, panels] = or += a[rows, depth] b[panels, depth].
 
     ``apart``: bytes from one panel of b to the next. Tiles of few rows take several panels at once: each addition waits
     for the one before in its sum, so more sums hide the latency.
-    turned: ``a`` is part of a packed panel, so its rows lie side by side.
+    turned: ``a`` is part of a packed panel, so its rows lie side by side. vectors: how many of a panel are computed.
     """
 
     @intrinsic
@@ -45,7 +45,7 @@ def _tile(rows: int, panels: int, turned: bool = False) -> Any:
         signature = types.void(*[types.int64] * 7, types.boolean, like)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _Tile(builder, signature.args[8].bitwidth // 8, rows, panels, turned).emit(*args[:8])
+            _Tile(builder, signature.args[8].bitwidth // 8, rows, panels, turned, vectors).emit(*args[:8])
             return context.get_dummy_value()
 
         return signature, codegen
@@ -56,8 +56,11 @@ def _tile(rows: int, panels: int, turned: bool = False) -> Any:
 class _Tile:
     """Emitter of the instructions of one tile."""
 
-    def __init__(self, builder: Any, size: int, rows: int = 1, panels: int = 1, turned: bool = False) -> None:
+    def __init__(
+        self, builder: Any, size: int, rows: int = 1, panels: int = 1, turned: bool = False, vectors: int = VECTORS
+    ) -> None:
         self.builder, self.size, self.rows, self.panels, self.turned = builder, size, rows, panels, turned
+        self.vectors = vectors
         self.lanes = vector_bytes() // size
         self.number = ir.FloatType() if size == 4 else ir.DoubleType()
         self.vector = ir.VectorType(self.number, self.lanes)
@@ -72,7 +75,7 @@ class _Tile:
         outs = [
             build.add(build.add(c, build.mul(ldc, whole(r * self.size))), whole(v * span))
             for r in range(self.rows)
-            for v in range(self.panels * VECTORS)
+            for v in range(self.panels * self.vectors)
         ]
         zero = ir.Constant(self.vector, [0.0] * self.lanes)
         sums = [cgutils.alloca_once_value(build, zero) for _ in outs]
@@ -88,7 +91,7 @@ class _Tile:
         build, span = self.builder, self.lanes * self.size
         off = build.mul(k, whole(VECTORS * span))
         places = [build.add(panel, off) for panel in panels]
-        columns = [self.load(build.add(at, whole(v * span))) for at in places for v in range(VECTORS)]
+        columns = [self.load(build.add(at, whole(v * span))) for at in places for v in range(self.vectors)]
         along = build.mul(k, whole(VECTORS * span if self.turned else self.size))
         for r, row in enumerate(rows):
             x = self.spread(build.add(row, along))
@@ -112,17 +115,26 @@ _full, _full_turned = _tile(ROWS, 1), _tile(ROWS, 1, turned=True)
 _one, _two, _three, _four = (_tile(rows, 1) for rows in (1, 2, 3, 4))
 _five, _six, _seven = (_tile(rows, 1) for rows in (5, 6, 7))
 _one_wide, _two_wide, _three_wide, _four_wide = _tile(1, 4), _tile(2, 2), _tile(3, 2), _tile(4, 2)
+_half_full, _half_turned = _tile(ROWS, 1, vectors=1), _tile(ROWS, 1, turned=True, vectors=1)
+_half_five, _half_six, _half_seven = (_tile(rows, 1, vectors=1) for rows in (5, 6, 7))
 WIDE = ROWS // 2  # rows of the largest tile of two panels: its sums fill the registers
 
 
 @part
-def product(a, lda, rows, depth, packed, panels, c, ldc, like):
-    """Compute c[rows, panels] = a[rows, depth] times a packed matrix; c has room for whole panels."""
+def product(a, lda, rows, depth, packed, vectors, c, ldc, like):
+    """Compute ``vectors`` columns of vectors of c = a[rows, depth] times a packed matrix; c has room for whole panels.
+
+    The second half of the last panel is left out where it is padding, unless the rows are too few to gain by it.
+    """
     apart()
+    panels = (vectors + VECTORS - 1) // VECTORS
     if rows == 1:
         _product_of_one(a, depth, packed, panels, c, like)
         return
     size, away = bytes_of(like), depth * PANEL
+    half = vectors % VECTORS != 0 and rows > WIDE
+    if half:
+        panels -= 1
     whole = rows // ROWS * ROWS if rows % ROWS == 0 else max(rows // ROWS - 1, 0) * ROWS
     for begin in range(0, depth, BLOCK):
         length, more, at = min(BLOCK, depth - begin), begin > 0, a + begin * size
@@ -134,6 +146,24 @@ def product(a, lda, rows, depth, packed, panels, c, ldc, like):
                     _full(left, lda, b + panel * away, away, length, to, ldc, more, like)
             left, to = at + whole * lda * size, out + whole * ldc * size
             _rest(left, lda, rows - whole, b, away, length, to, ldc, more, wide, like)
+        if half:
+            b, out = packed + panels * away + begin * PANEL, c + panels * PANEL
+            _half_panel(at, lda, rows, whole, b, length, out, ldc, more, like)
+
+
+@part
+def _half_panel(a, lda, rows, whole, b, length, c, ldc, more, like):
+    """All rows of the first half of a panel: ``whole`` of them in full tiles."""
+    apart()
+    size = bytes_of(like)
+    for r in range(0, whole, ROWS):
+        _half_full(a + r * lda * size, lda, b, length, length, c + r * ldc * size, ldc, more, like)
+    left = rows - whole
+    first = left if left <= ROWS else (left + 1) // 2
+    to, out = a + whole * lda * size, c + whole * ldc * size
+    _narrow(to, lda, first, b, length, out, ldc, more, True, like)
+    to, out = to + first * lda * size, out + first * ldc * size
+    _narrow(to, lda, left - first, b, length, out, ldc, more, True, like)
 
 
 @part
@@ -157,15 +187,24 @@ def _rest(a, lda, rows, b, away, length, c, ldc, more, wide, like):
     first = rows if rows <= ROWS else (rows + 1) // 2
     for panel in range(2 if wide else 1):
         at, to = b + panel * away, c + panel * PANEL
-        _narrow(a, lda, first, at, length, to, ldc, more, like)
-        _narrow(a + first * lda * size, lda, rows - first, at, length, to + first * ldc * size, ldc, more, like)
+        _narrow(a, lda, first, at, length, to, ldc, more, False, like)
+        _narrow(a + first * lda * size, lda, rows - first, at, length, to + first * ldc * size, ldc, more, False, like)
 
 
 @part
-def _narrow(a, lda, rows, b, length, c, ldc, more, like):
-    """One tile of up to ROWS rows and one panel."""
+def _narrow(a, lda, rows, b, length, c, ldc, more, half, like):
+    """One tile of up to ROWS rows and one panel, or its first half; few rows gain nothing by that."""
     apart()
-    if rows == ROWS:
+    if half and rows > 4:
+        if rows == ROWS:
+            _half_full(a, lda, b, length, length, c, ldc, more, like)
+        elif rows == 7:
+            _half_seven(a, lda, b, length, length, c, ldc, more, like)
+        elif rows == 6:
+            _half_six(a, lda, b, length, length, c, ldc, more, like)
+        elif rows == 5:
+            _half_five(a, lda, b, length, length, c, ldc, more, like)
+    elif rows == ROWS:
         _full(a, lda, b, length, length, c, ldc, more, like)
     elif rows == 7:
         _seven(a, lda, b, length, length, c, ldc, more, like)
@@ -272,12 +311,13 @@ def project(a, rows, depth, packed, columns, c, ldc, spare, like):
     across = PANEL // size
     whole = columns // across
     left = columns - whole * across
+    vectors = (left * VECTORS + across - 1) // across
     for r in range(0, rows, STRETCH):
         count = min(STRETCH, rows - r)
         at, out = a + r * depth * size, c + r * ldc * size
-        product(at, depth, count, depth, packed, whole, out, ldc, like)
+        product(at, depth, count, depth, packed, whole * VECTORS, out, ldc, like)
         if left > 0:
-            product(at, depth, count, depth, packed + whole * depth * PANEL, np.int64(1), spare, across, like)
+            product(at, depth, count, depth, packed + whole * depth * PANEL, vectors, spare, across, like)
             for i in range(count):
                 from_ = numbers(spare + i * PANEL, left, like)
                 to = numbers(out + (i * ldc + whole * across) * size, left, like)
@@ -337,8 +377,13 @@ def _outer_panel(left, right, depth, rows, columns, c, ldc, more, spare, like):
         count = min(np.int64(ROWS), rows - r)
         if count == ROWS and columns == across:
             _full_turned(at, depth, right, depth, depth, to, ldc, more, like)
+        elif count == ROWS and columns * VECTORS == across:
+            _half_turned(at, depth, right, depth, depth, to, ldc, more, like)
         else:
-            _full_turned(at, depth, right, depth, depth, spare, across, False, like)
+            if columns * VECTORS <= across:
+                _half_turned(at, depth, right, depth, depth, spare, across, False, like)
+            else:
+                _full_turned(at, depth, right, depth, depth, spare, across, False, like)
             for i in range(count):
                 out, new = numbers(to + i * ldc * size, columns, like), numbers(spare + i * PANEL, columns, like)
                 for n in range(columns):
