@@ -32,7 +32,7 @@ LONG = ["run", "mnist", "--data", "embedded", "--hidden", "64", "--device", "cpu
 LONG += ["--log-every", "1", "--eval-every", "5000", "--checkpoint-every", "100000"]
 PYTHON = [sys.executable, "-m", "lamina"]
 HOME = Path("mnist") / "mnist-embedded"  # of these runs, below --runs
-COMMANDS = ("list", "run", "reproduce", "paper", "report", "evaluate", "tune", "data", "bench", "analyse", "info")
+COMMANDS = ("list", "run", "reproduce", "paper", "report", "evaluate", "search", "tune", "data", "bench", "analyse", "info")
 
 
 @pytest.fixture(scope="module")
@@ -370,6 +370,13 @@ SIZED = Scale(
 def of_scale(**given):
     sheet = dataclasses.replace(find("mnist"), scales={"smoke": SIZED})
     return plan.jobs_of_scale(sheet, "smoke", **given)
+
+
+def test_a_variant_may_have_fewer_seeds_than_the_others():
+    scale = dataclasses.replace(SIZED, seeds=3, fewer=(({"norm": "batch", "batch_size": 4}, 2),), placebo={})
+    sheet = dataclasses.replace(find("mnist"), scales={"smoke": scale})
+    found = [(job.config.batch_size, job.seed) for job in plan.jobs_of_scale(sheet, "smoke", range(5, 8))]
+    assert sorted(found) == [(4, 5), (4, 6), *((128, seed) for seed in (5, 5, 6, 6, 7, 7))]
 
 
 def test_a_scale_trains_its_variants_with_tuned_settings_and_the_placebo_on_further_seeds():

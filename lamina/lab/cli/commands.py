@@ -24,9 +24,9 @@ from ...errors import InputError, RunError, fail, not_installed, one_of
 from ..experiment import SCALES
 from ..experiments import SHEETS
 from ..options import Settings
-from . import running
+from . import running, searching
 from .jobs import DeviceOption, processes, rank, uses_cuda, writable_folder
-from .screen import KINDS, say, show_report, table
+from .screen import KINDS, say, show_notes, show_report, table
 
 LAB = ("accelerate", "jinja2", "matplotlib", "safetensors", "scipy", "sklearn", "tensorboard")
 
@@ -144,6 +144,7 @@ DataOption = Annotated[str | None, typer.Option("--data", help="folder of data s
 
 app.command()(running.reproduce)
 app.command()(running.paper)
+app.command()(searching.search)
 
 
 @app.command()
@@ -193,7 +194,8 @@ def data_sets(context: typer.Context, data: DataOption = None) -> None:
         folder, state, size = registry.status(s, data)
         rows.append([s.name, s.title, state, f"{size / 1e6:,.1f} MB" if size else "-", str(folder), s.licence])
     table("Data sets", ["Name", "Title", "State", "Size", "Folder", "Licence"], rows)
-    say("lamina data get NAME fetches one; an absent one has an embedded stand-in, and every result says so.")
+    say("lamina data get NAME fetches one, or says which files to bring.")
+    say("An absent one has an embedded stand-in, and every result says so.")
 
 
 @data_app.command()
@@ -212,10 +214,13 @@ def get(
 @data_app.command()
 def check(name: Annotated[str, typer.Argument(help="of the data set")], data: DataOption = None) -> None:
     """Load a data set and compare every byte with what was published; an absent one is an error."""
-    from ..data.registry import asked_root, default_root, load
+    from ..data.registry import asked_root, default_root, extras, load
 
     dataset = load(name, asked_root(data) or default_root())  # without a folder, load would return the stand-in
+    for file, path in extras(name, data).items():
+        file.read(path)
     say(f"{name}: {KINDS[dataset.kind]}: {dataset.label}")
+    show_notes(dataset.notes)
 
 
 @app.command()
