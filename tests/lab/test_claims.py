@@ -17,6 +17,7 @@ from lamina.lab.claims import (
     Inside,
     Quality,
     Speed,
+    SpeedToBest,
     in_words,
     judge,
 )
@@ -134,6 +135,49 @@ def test_a_negative_margin_allows_so_much_worse():
     made = [run(norm, seed, {"loss": [end]}) for norm, values in ends.items() for seed, end in enumerate(values)]
     assert decided(claim, made).word == DIRECTION
     assert decided(dataclasses.replace(claim, margin=0.0), made).word == NOT_REPRODUCED
+
+
+def test_speed_to_the_best_value_compares_where_each_run_was_best_for_the_first_time():
+    def rising(norm, seed, best):
+        values = [min(update, best) - (update > 8 * best) for update in UPDATES]  # flat, and lower at the end
+        return run(norm, seed, {"recall": values})
+
+    claim = dataclasses.replace(SPEED, measure=SpeedToBest("recall"), expected=2.0)
+    ends = {"bn": (80, 160, 320, 160, 320), "ln": (40, 80, 160, 80, 80)}
+    verdict = decided(
+        claim, [rising(norm, seed, best) for norm, those in ends.items() for seed, best in enumerate(those)]
+    )
+    assert verdict.pairs == pytest.approx({seed: math.log(2 + 2 * (seed == 4)) for seed in range(5)})
+    assert (verdict.word, verdict.measured.split(" (")[0]) == (REPRODUCED, "2.3x as fast")
+
+
+@pytest.mark.parametrize(("spread", "word"), [(0.5, DIRECTION), (20.0, INCONCLUSIVE)])
+def test_a_lead_must_hold_for_other_test_cases_too(spread, word):
+    """Every seed leads by about 1 in the mean; whether few of 100 cases make up the lead, only the cases tell."""
+
+    def one(norm, seed, lead):
+        items = [lead + 0.01 * seed * (norm == "ln") + spread * (-1) ** case * (norm == "ln") for case in range(100)]
+        return run(norm, seed, {"recall": [sum(items) / 100]}, extras={"items": items})
+
+    measure = Quality("recall", unit="points", items=lambda run: run["extras"]["items"])
+    claim = dataclasses.replace(SPEED, measure=measure)
+    verdict = decided(claim, [one(norm, seed, lead) for norm, lead in (("bn", 0.0), ("ln", 1.0)) for seed in range(3)])
+    assert verdict.word == word
+    assert verdict.items.estimate == pytest.approx(1.01)
+    assert verdict.items.n == 100
+    half = 1.96 * spread / 10
+    assert (verdict.items.low, verdict.items.high) == pytest.approx((1.01 - half, 1.01 + half), abs=0.15 * half)
+    assert "; bootstrap over 100 test cases: +" in verdict.measured or word == INCONCLUSIVE
+
+
+def test_runs_without_items_have_no_bootstrap():
+    claim = dataclasses.replace(SPEED, measure=Quality("recall", items=lambda run: run.get("items")))
+    made = [
+        run(norm, seed, {"recall": [end + seed**2 / 9]})
+        for norm, end in (("bn", 0.0), ("ln", 3.0))
+        for seed in range(3)
+    ]
+    assert decided(claim, made).items is None
 
 
 # The target

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from lamina.lab.experiments import SHEETS
 from lamina.lab.reports import staleness
 from lamina.lab.runs import environment
 
@@ -139,8 +140,39 @@ def test_data_make_no_record_stale(package):
     assert marks(second, RUNS) == [[]]
 
 
-@pytest.mark.parametrize("code", dict.fromkeys(staleness.COVERED.values()), ids=lambda code: code.name)
-def test_covered_files_exist(code):
+@pytest.mark.parametrize(
+    ("file", "experiments"),
+    [
+        ("mnist/model.py", ["mnist"]),
+        ("mnist/settings.py", []),
+        ("mnist/claims.py", []),
+        ("images.py", ["mnist", "convnet"]),
+        ("order_embeddings/scores.py", ["order_embeddings"]),
+        ("order_embeddings/search.py", []),
+        ("another/model.py", ["another"]),
+    ],
+)
+def test_a_record_is_about_its_own_experiment_alone(package, file, experiments):
+    path = package / "lab/experiments" / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    first = git(package, "rev-parse", "HEAD")
+    path.write_text("a = 1\n")
+    git(package, "add", ".")
+    git(package, "commit", "-q", "-m", "second")
+    kinds = [{**RUNS, "experiment": name} for name in ("mnist", "convnet", "order_embeddings", "another")]
+    stale = [kind["experiment"] for kind in kinds if [*staleness.marks({**kind, "environment": {"commit": first}})]]
+    assert stale == experiments
+
+
+RECORDS = [
+    *({"kind": kind, "experiment": name} for kind in ("experiment", "tuning") for name in SHEETS),
+    *({"kind": kind, "name": name} for kind, name in (("soak", ""), ("bench", "cpu"), ("bench", "sequence"))),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: "-".join(record.values()))
+def test_covered_files_exist(record):
     """A file that was renamed would be covered no more."""
+    code = staleness.covered(record)
     paths = [file for file in code.files if file != "." and not file.startswith(":!")]
     assert [path for path in paths if not [*PACKAGE.glob(path)]] == []

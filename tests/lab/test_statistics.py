@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lamina.lab.statistics import (
     baseline_levels,
+    bootstrap,
     crossing,
     differences,
     log_ratios,
@@ -102,6 +103,15 @@ def test_the_t_interval_covers_the_truth_as_often_as_it_says(n):
     draw = random.Random(n)
     intervals = [t_interval([draw.gauss(0.3, 1) for _ in range(n)]) for _ in range(2000)]
     assert 0.94 < np.mean([found.low <= 0.3 <= found.high for found in intervals]) < 0.96
+
+
+def test_the_bootstrap_covers_the_truth_as_often_as_it_says(monkeypatch):
+    monkeypatch.setattr("lamina.lab.statistics.RESAMPLES", 400)
+    draw = random.Random(1)
+    intervals = [bootstrap([float(draw.random() < 0.3) for _ in range(200)]) for _ in range(400)]
+    assert 0.92 < np.mean([found.low <= 0.3 <= found.high for found in intervals]) < 0.98
+    assert bootstrap([1.0, 2.0, 6.0]) == bootstrap([1.0, 2.0, 6.0])
+    assert (intervals[0].n, bootstrap([1.0, 2.0, 6.0]).estimate) == (200, 3.0)
 
 
 def test_pooling_gives_each_task_the_same_weight():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -16,18 +16,25 @@ from ..runs.environment import changed_since
 
 @dataclass(frozen=True)
 class Code:
-    """Part of the package: how a reader calls it, and its files as git's pathspecs below ``lamina/``."""
+    """Part of the package: how a reader calls it, and its files as git's pathspecs below ``lamina/``.
+
+    ``{experiment}`` stands for the folder of the record's experiment.
+    """
 
     name: str
     files: tuple[str, ...]
 
 
 _RECURRENT = ("functional.py", "opaque.py", "recurrent.py", "recurrent_module.py", "cells.py")
+_OWN = "lab/experiments/{experiment}"
 _TRAINING = (  # without lab/data: a record holds the SHA-256 of its data
-    *("lab/training", "lab/experiments/*/model.py", "lab/experiments/images.py", "optim.py"),
-    *("layers.py", "baselines.py", "population_statistics.py"),
+    *("lab/training", "optim.py", "baselines.py"),
+    *(_OWN, *(f":!{_OWN}/{name}.py" for name in ("settings", "claims", "search"))),
 )
 _NO_NUMBERS = ":!lab/training/control.py"  # signals and the clock
+_LAYERS = ("recurrent.py", "recurrent_module.py", "options.py", "reference.py")
+_IMAGE_LAYERS = ("lab/experiments/images.py", "layers.py", "population_statistics.py")
+LAYERS = {"mnist": _IMAGE_LAYERS, "convnet": _IMAGE_LAYERS}  # what the models of an experiment are made of
 GPU = Code("the GPU kernels or the layers that call them", (*_RECURRENT, "layers.py", "kernels", ":!kernels/cpu"))
 CPU = Code(
     "the CPU kernels or the layers that call them",
@@ -52,7 +59,12 @@ COVERED = {
 def covered(record: Mapping[str, Any]) -> Code:
     """Return the code that a record's numbers are about."""
     name = f"{record['kind']} {record.get('name', '')}"
-    return next(code for pattern, code in COVERED.items() if fnmatch(name, pattern))
+    code = next(code for pattern, code in COVERED.items() if fnmatch(name, pattern))
+    if not any(file == _OWN for file in code.files):
+        return code
+    experiment = record.get("experiment", "mnist")  # which a record of killed runs does not name
+    files = (file.format(experiment=experiment) for file in code.files)
+    return replace(code, files=(*files, *LAYERS.get(experiment, _LAYERS)))
 
 
 def marks(record: Mapping[str, Any]) -> Iterator[str]:

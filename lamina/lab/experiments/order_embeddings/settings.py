@@ -105,6 +105,7 @@ LAPTOP_STEP_SIZES = _step_sizes(
         **{("none", "cosine"): 3e-4, ("layer", "cosine"): 1e-3},
     }
 )
+_PAIRS = {"norm": ("none", "layer"), "score": tuple(SCORES)}
 SCALES = {
     "smoke": Scale(
         about="embedded scenes, 96 units; a minute on two cores",
@@ -113,7 +114,7 @@ SCALES = {
             **{"dataset": "scenes", "units": 96, "word_size": 48, "updates": 300, "eval_updates": 15, "lr": 1e-3},
             **{"log_every": 100, "checkpoint_every": 1000},
         },
-        values={"norm": ("none", "layer")},
+        values=_PAIRS,
     ),
     "laptop": Scale(
         about="real Flickr8k, the paper's sizes, 1,200 updates; 90 minutes on two cores",
@@ -122,7 +123,7 @@ SCALES = {
             **{"dataset": "flickr8k", "updates": 1200, "eval_updates": 50},
             **{"log_every": 50, "checkpoint_every": 200},
         },
-        values={"norm": ("none", "layer"), "score": ("order", "cosine")},
+        values=_PAIRS,
         fewer=(({"score": "cosine"}, 3),),
         tuned=LAPTOP_STEP_SIZES,
         placebo={"norm": "none", "score": "order"},
@@ -131,7 +132,7 @@ SCALES = {
         about="all of MSCOCO, the paper's settings, 100 epochs; a GPU",
         seeds=3,
         settings={"log_every": 300, "checkpoint_every": 3000},
-        values={"norm": ("none", "layer"), "score": ("order",)},
+        values=_PAIRS,
     ),
 }
 
@@ -146,7 +147,7 @@ SHEET = Sheet(
     module="lamina.lab.experiments.order_embeddings.model",
     axes=(Axis("norm", NORMS, "none"), Axis("score", SCORES, "order")),
     scales=SCALES,
-    datasets=("flickr8k", "coco", "scenes"),
+    datasets=("coco", "flickr8k", "scenes"),
     figures=FIGURES,
     numbers=(
         Number("valid_recalls", "best validation R@1 + R@5 + R@10, image retrieval", at="best"),
