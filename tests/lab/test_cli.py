@@ -32,7 +32,20 @@ LONG = ["run", "mnist", "--data", "embedded", "--hidden", "64", "--device", "cpu
 LONG += ["--log-every", "1", "--eval-every", "5000", "--checkpoint-every", "100000"]
 PYTHON = [sys.executable, "-m", "lamina"]
 HOME = Path("mnist") / "mnist-embedded"  # of these runs, below --runs
-COMMANDS = ("list", "run", "reproduce", "paper", "report", "evaluate", "search", "tune", "data", "bench", "analyse", "info")
+COMMANDS = (
+    "list",
+    "run",
+    "reproduce",
+    "paper",
+    "report",
+    "evaluate",
+    "search",
+    "tune",
+    "data",
+    "bench",
+    "analyse",
+    "info",
+)
 
 
 @pytest.fixture(scope="module")
