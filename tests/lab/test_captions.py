@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lamina.errors import InputError
+from lamina.lab.cli import running
 from lamina.lab.cli.commands import main
 from lamina.lab.data import caption_files, captions, registry
 from lamina.lab.data.captions import load_captions, vocabulary_of, words_of
@@ -175,7 +176,7 @@ def edited(path: Path, old: bytes, new: bytes) -> None:
         ("tokens", "Flickr8k.token.txt", b'A dog, number 2 of "train1"', b"A d\xffog 2", "UTF-8", "a dog 2 runs"),
         ("tokens", "Flickr8k.token.txt", b"train1.jpg#2", b"\n \ntrain1.jpg#2", "", "a dog number 2 of train1 runs"),
         ("original", "train.txt", b"a dog number 2 of train1 runs", b"   ", "empty captions", "="),
-        ("original", "train.txt", b"a dog number 2 of train1", b"caf\xe9 2", "UTF-8", "caf 2 runs"),
+        ("original", "train.txt", b"a dog number 2 of train1", b"r\xe9d 2", "UTF-8", "rd 2 runs"),
         ("original", "train.txt", b"2 of train1 runs\n", b"2 \xe2\x80\xa8runs\r\n", "", "a dog number 2 runs"),
         ("karpathy", "dataset_coco.json", b'"tokens": ["a", "dog", "number", "2", "of", "train1", "runs"]',
          b'"tokens": [" "]', "empty captions", "="),
@@ -291,7 +292,7 @@ REFUSED = {
                    "a caption with words, got 5 empty ones for valid1.jpg"),
     "no tab": ("tokens", with_text(TOKENS, "train1.jpg#2\t", "train1.jpg#2 "), "got line 8: 'train1.jpg#2 A dog"),
     "UTF-16": ("original", lambda f: (f / TRAIN).write_text((f / TRAIN).read_text(), "utf-16"), "zero bytes"),
-    "Latin-1": ("original", with_file(TRAIN, b"caf\xe9\n" * 20), "20 broken lines of 20, the first is line 1"),
+    "Latin-1": ("original", with_file(TRAIN, b"r\xe9d\n" * 20), "20 broken lines of 20, the first is line 1"),
     "listed twice": ("tokens", with_text("Flickr_8k.testImages.txt", "test1", "test0"), "'test0.jpg' twice"),
     "two splits": ("tokens", with_text("Flickr_8k.testImages.txt", "test1", "train1"),
                    "one split, got 'train1.jpg' in train and test"),
@@ -348,6 +349,17 @@ def test_the_commands_know_the_sets(tmp_path, capsys):
     assert main(["data", "get", "flickr8k", "--data", str(tmp_path)]) == 2
     assert "captions.tsv.gz" in capsys.readouterr().err
     assert main(["data", "check", "flickr8k", "--data", str(tmp_path)]) == 2
+
+
+def test_a_run_says_what_was_repaired(tmp_path, capsys, monkeypatch):
+    write_original(tmp_path / "coco")
+    edited(tmp_path / "coco/train.txt", b"a dog number 2 of train1 runs", b"")
+    monkeypatch.setattr(running.workers, "carry_out", lambda *_: 0)  # no training
+    monkeypatch.setattr(running, "_show_results", lambda *_: None)
+    words = ["run", "order_embeddings", "--device", "cpu", "--data", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    assert main(words) == 0
+    kind = "empty captions, for which another of the same image is read"
+    assert f"note: {kind}: 1, the first is train-000001 (line 6) in train.txt\n" in capsys.readouterr().err
 
 
 def test_a_changed_published_file_is_refused(tmp_path, capsys):

@@ -76,6 +76,7 @@ def _run(sheet: Sheet, given: Mapping[str, str], settings: Settings) -> None:
     if rank() == 0 and not settings.quiet:
         device = "GPU" if plan.uses_cuda(settings) else "CPU"
         say(f"{len(jobs)} run(s) on {KINDS[data['kind']]}: {data['label']}; {device}; folder {settings.runs}")
+        show_notes(data.get("notes", ()))
     code = workers.carry_out(jobs, settings, lambda job: job.label)
     if rank() == 0:
         _show_results(sheet, jobs, f"{data['name']}-{data['kind']}", Path(settings.runs))

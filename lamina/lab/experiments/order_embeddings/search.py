@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -98,9 +99,10 @@ class Library:
     def _number(self, image: str) -> int:
         if image in self.split.names:
             return self.split.names.index(image)
-        near = difflib.get_close_matches(image, self.split.names, n=3, cutoff=0.3) or self.split.names[:3]
+        near = difflib.get_close_matches(image, self.split.names, n=30, cutoff=0.3) or [*self.split.names]
+        near.sort(key=lambda name: -_shared_start(name, image))
         received = f"{image!r}, which is none of its {len(self.split.names):,} names"
-        raise fail("an image must be in the split", received, f"Try {', '.join(near)}, or another --split.")
+        raise fail("an image must be in the split", received, f"Try {', '.join(near[:3])}, or another --split.")
 
     def _images(self) -> Tensor:
         return self.model.images(torch.from_numpy(self.split.features).to(self.device))
@@ -130,6 +132,11 @@ class Library:
 
     def _caption(self, image: int, which: int = 0) -> str:
         return " ".join(self.split.captions[PER_IMAGE * image + which])
+
+
+def _shared_start(name: str, other: str) -> int:
+    """Return how many letters two names begin with together."""
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(name, other))])
 
 
 @dataclass(frozen=True)
