@@ -209,7 +209,7 @@ def _remedy(name: str, root: Path) -> str:
     stand_in = f"pass `--data {EMBEDDED}` for the small stand-in."
     if SOURCES[name].bases:
         return f"Run `{_fetch_command(name, root)}`, or {stand_in}"
-    return f"Bring its files, which have no address to fetch them from (see `lamina data`), or {stand_in}"
+    return f"Bring its files (`lamina data get {name}` names them), or {stand_in}"
 
 
 def status(source: Source, root: str | os.PathLike[str] | None = None) -> tuple[Path, str, int]:
