@@ -167,6 +167,7 @@ def test_a_record_is_about_its_own_experiment_alone(package, file, experiments):
 RECORDS = [
     *({"kind": kind, "experiment": name} for kind in ("experiment", "tuning") for name in SHEETS),
     *({"kind": kind, "name": name} for kind, name in (("soak", ""), ("bench", "cpu"), ("bench", "sequence"))),
+    {"kind": "bench", "name": "order", "experiment": "order_embeddings"},
 ]
 
 

@@ -27,9 +27,10 @@ class Code:
 
 _RECURRENT = ("functional.py", "opaque.py", "recurrent.py", "recurrent_module.py", "cells.py")
 _OWN = "lab/experiments/{experiment}"
+_MODEL = (_OWN, *(f":!{_OWN}/{name}.py" for name in ("settings", "claims", "search")))
 _TRAINING = (  # without lab/data: a record holds the SHA-256 of its data
     *("lab/training", "optim.py", "baselines.py"),
-    *(_OWN, *(f":!{_OWN}/{name}.py" for name in ("settings", "claims", "search"))),
+    *_MODEL,
 )
 _NO_NUMBERS = ":!lab/training/control.py"  # signals and the clock
 _LAYERS = ("recurrent.py", "recurrent_module.py", "options.py", "reference.py")
@@ -51,6 +52,7 @@ COVERED = {
     "bench train": TRAINING,
     "soak *": RUNS,
     "bench cpu": CPU,
+    "bench order": Code("the model or the CPU kernels", (*CPU.files, "optim.py", *_MODEL)),
     **dict.fromkeys(("bench *", "verify *", "stress *", "sanitize *"), GPU),
     "*": PACKAGE,
 }
