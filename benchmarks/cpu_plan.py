@@ -47,6 +47,7 @@ MOST_FLOPS = 60e9  # of a drawn LSTM's training step
 CELLS = ("LSTM", "GRU", "RNN")
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 KINDS = ("inference", "training")
+CELL_UNITS, CELL_BATCH, CELL_STEPS = (64, 128, 182, 256, 400), 8, 50  # of cells in loops
 OURS, TORCH, EAGER = "LN", "torch.nn plain", "LN, step by step"
 PLAIN, BATCH, PADDED = "no norm", "batch norm", "LN, half padding"
 RATIOS = {
@@ -62,7 +63,7 @@ CHECKED_STEPS = 6  # time steps over which results are compared with the float64
 
 RATE = 150e9  # floating-point operations a second and thread, for the estimate
 EAGER_STEP = 200e-6  # seconds that the eager loop spends on the operators of one time step
-PROCESS_SECONDS = 10.0  # imports, the matrix peak and the streams of one measuring process
+PROCESS_SECONDS = 16.0  # imports, the matrix peak, streams and cells of one measuring process
 MEMORY_SECONDS, FIRST_SECONDS = 8.0, 14.0  # of one case: two processes each, one of which compiles
 
 
@@ -101,14 +102,14 @@ class Plan:
     rounds: int = 4
     shapes: tuple[Shape, ...] = LISTED
     loops: bool = True  # time the eager loop too
-    besides: bool = True  # measure streams, memory and first calls too
+    besides: bool = True  # measure streams, cells, memory and first calls too
 
     def cases(self) -> list[Case]:
         """List the cases in the order of measurement: one process after another, then what has its own processes."""
         cases: list[Case] = []
         for process in range(1, self.processes + 1):
             cases += [{"measure": "layer", "process": process, **case} for case in self._layers()]
-            cases += [{"measure": "stream", "process": process}] * self.besides
+            cases += [{"measure": name, "process": process} for name in ("stream", "cells")] * self.besides
         return cases + [*self._memories(), *self._first_calls()] * self.besides
 
     def _layers(self) -> Iterator[Case]:
@@ -152,7 +153,7 @@ class Plan:
         drawn = [shape for shape in self.shapes if shape not in LISTED]
         return (
             f"Layers: {layers} cases over all processes ({self.processes}), {self.rounds} rounds each.\n"
-            f"Other cases (streams, memory, first calls): {len(self.cases()) - layers}.\n"
+            f"Other cases (streams, cells, memory, first calls): {len(self.cases()) - layers}.\n"
             f"Estimate: {self.seconds() / 60:.1f} minutes at {RATE / 1e9:.0f} GFLOP/s a thread.\n"
             f"Listed shapes: {len(self.shapes) - len(drawn)}. Drawn shapes: {', '.join(map(str, drawn)) or 'none'}."
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import growing
-from cpu_plan import KINDS, LISTED, OURS, RATIOS, TORCH, flops
+from cpu_plan import CELL_BATCH, CELL_STEPS, KINDS, LISTED, OURS, RATIOS, TORCH, flops
 
 Row = dict[str, Any]
 Table = dict[str, Any]
@@ -18,6 +18,10 @@ RATIO_NAMES = {
     "half_padding_to_none": "half padding / no padding",
     "ratio_to_step_by_step": "layer norm / eager loop",
 }
+CELLS_CAPTION = (
+    f"A training step of a loop over a cell: {CELL_STEPS} steps, {CELL_BATCH} cases, inputs = units, one thread, "
+    "milliseconds"
+)
 SHAPE = "Batch, steps, inputs, units"
 
 
@@ -83,6 +87,7 @@ def tables(rows: list[Row]) -> list[Table]:
         (_variants_table, [row for row in layers if _has_variants(row)]),
         (_peak_table, rows_of(rows, "layer")),
         (_stream_table, rows_of(rows, "stream")),
+        (_cells_table, rows_of(rows, "cells")),
         (_memory_table, rows_of(rows, "memory")),
         (_first_call_table, rows_of(rows, "first call")),
     ]
@@ -211,8 +216,23 @@ def _stream_table(streams: list[Row]) -> Table:
     return {"caption": caption, "columns": ["units", "stream", "nn.LSTMCell", "difference"], "rows": lines}
 
 
+def _cells_table(cells: list[Row]) -> Table:
+    times = [row["milliseconds"] for row in cells]
+    lines = [
+        [case, *(f"{middle(times, case, name):.2f}" for name in names), *_ratios_to_first(times, case, names)]
+        for case, names in ((case, list(times[0][case])) for case in times[0])
+    ]
+    columns = ["cell, units", *next(iter(times[0].values())), "cell / torch", "loop / torch"]
+    return {"caption": CELLS_CAPTION, "columns": columns, "rows": lines}
+
+
+def _ratios_to_first(times: list[Row], case: str, names: list[str]) -> list[str]:
+    """Return the medians over processes of each contender's time over the first one's."""
+    return [f"{statistics.median(one[case][name] / one[case][names[0]] for one in times):.2f}" for name in names[1:]]
+
+
 def middle(frames: list[Row], hidden: str, name: str) -> float:
-    """Return the median over processes of one frame's microseconds."""
+    """Return the median over processes of one number."""
     return statistics.median(one[hidden][name] for one in frames)
 
 
@@ -260,8 +280,8 @@ def _sentences(record: Row, layers: list[Row]) -> str:
         f"Against the same layer step by step {min(loops):.1f} to {max(loops):.0f} times as fast, at least "
         f"{min(small):.1f} times for one case of 128 units. {_norms_in_words(layers)}`lamina.stream(layer)` takes one "
         f"frame at a time: {stream:.1f} microseconds for an LSTM of 128 units, {cell / stream:.1f} times as fast as "
-        "`nn.LSTMCell`, with the sequence call's numbers bit for bit. A training step's peak memory is "
-        f"{_memory_in_words(record)}. The very first step takes {statistics.median(calls['cold']):.1f} seconds to "
+        f"`nn.LSTMCell`, with the sequence call's numbers bit for bit. {_cells_in_words(record)}A training step's peak "
+        f"memory is {_memory_in_words(record)}. The very first step takes {statistics.median(calls['cold']):.1f} seconds to "
         f"compile, the first of later processes {statistics.median(calls['warm']):.2f}. All of this: "
         f"{growing.source(record)}."
     )
@@ -282,6 +302,21 @@ def _norms_in_words(layers: list[Row]) -> str:
         ratios = [row[f"{kind}_{label}"] for row in layers for kind in KINDS if f"{kind}_{label}" in row]
         sentences += words.format(min(ratios), max(ratios)) if ratios else ""
     return sentences
+
+
+def _cells_in_words(record: Row) -> str:
+    """Return a sentence on loops over cells, where the record has them."""
+    times = [row["milliseconds"] for row in rows_of(record["rows"], "cells")]
+    ratios = [
+        [float(ratio) for ratio in _ratios_to_first(times, case, list(times[0][case]))] for case in (times or [{}])[0]
+    ]
+    if not ratios:
+        return ""
+    cells, loops = ([f"{end(side):.2f}" for end in (min, max)] for side in zip(*ratios))
+    return (
+        f"A training step of a loop over a cell takes {' to '.join(cells)} of the time with PyTorch's cell, through "
+        f"`lamina.loop` {' to '.join(loops)}. "
+    )
 
 
 def _frames(record: Row) -> list[Row]:

@@ -13,7 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_plan import BATCH, CHECKED_STEPS, EAGER, LONG, PADDED, PLAIN, SHORTEST, TORCH, Shape
+from cpu_plan import (
+    BATCH,
+    CELL_BATCH,
+    CELL_STEPS,
+    CELL_UNITS,
+    CHECKED_STEPS,
+    EAGER,
+    LONG,
+    OURS,
+    PADDED,
+    PLAIN,
+    SHORTEST,
+    TORCH,
+    Shape,
+)
 from speed import eager_gru, eager_lstm
 from torch import Tensor, nn
 
@@ -231,6 +245,40 @@ def stream_difference(hidden: int, frames: int = 300) -> float:
     layer, x = lamina.LSTM(hidden, hidden).eval(), torch.randn(frames, 1, hidden)
     step = lamina.stream(layer)
     return float((torch.stack([step(frame) for frame in x]) - layer(x)[0]).abs().max())
+
+
+def cell_times(rounds: int) -> dict[str, dict[str, float]]:
+    """Return milliseconds of a training step of a loop over a cell, one thread, by cell and units, then contender."""
+    torch.set_num_threads(1)
+    cases = [(cell, units) for cell in ("LSTM", "GRU") for units in CELL_UNITS]
+    return {f"{cell} {units}": _medians(timed(_cell_steps(cell, units), rounds)) for cell, units in cases}
+
+
+def _medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _cell_steps(cell: str, units: int) -> dict[str, Step]:
+    """Return the training steps of torch's cell, of ours with layer norm, and of ours through ``lamina.loop``."""
+    theirs, ours = getattr(nn, f"{cell}Cell")(units, units), getattr(lamina, f"{cell}Cell")(units, units)
+    x, upstream = torch.randn(CELL_STEPS, CELL_BATCH, units, requires_grad=True), torch.randn(CELL_BATCH, units)
+
+    def trained(cell: nn.Module, step: Callable[[], Callable[..., Any]]) -> Step:
+        def train() -> Any:
+            state, call = None, step()
+            for frame in x:
+                state = call(frame, state)
+            return torch.autograd.grad(
+                state[0] if isinstance(state, tuple) else state, [x, *cell.parameters()], upstream
+            )
+
+        return train
+
+    return {
+        TORCH: trained(theirs, lambda: theirs),
+        OURS: trained(ours, lambda: ours),
+        "lamina.loop": trained(ours, lambda: lamina.loop(ours)),
+    }
 
 
 def peak_memory(cell: str, shape: Shape, name: str) -> float:

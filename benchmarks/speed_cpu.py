@@ -9,7 +9,7 @@ backward, gradients of the input and of every parameter), in randomised order wi
 also our layer without a norm, with batch norm, and with half of its steps padding; on the first six also the eager
 loop. RNNs take the first six shapes only. A case is timed only after its output and gradients were compared with the
 float64 reference. The share of the peak is the rate of a step's matrix products over the best rate of several products
-in the same process.
+in the same process. Cells are timed in a training step of a loop over 50 steps.
 
 All of it is done in several processes, one after another; a ratio is the median of theirs. The record is written after
 every case. The same command goes on with a run that was stopped. Peak memory of a training step and the seconds of a
@@ -59,6 +59,7 @@ def answer() -> None:
 MEASUREMENTS: dict[str, Callable[..., Case]] = {
     "layer": lambda threads, cell, shape, *rest: cpu_timing.measure_layer(threads, cell, tuple(shape), *rest),
     "stream": lambda rounds: {"microseconds": cpu_timing.stream_times(rounds)},
+    "cells": lambda rounds: {"milliseconds": cpu_timing.cell_times(rounds)},
 }
 
 
@@ -90,7 +91,7 @@ class MeasuringProcess:
 
 
 class Measuring:
-    """Measure a plan's cases: layers and streams in the process of the case, the others in new ones."""
+    """Measure a plan's cases: layers, streams and cells in the process of the case, the others in new ones."""
 
     def __init__(self, plan: Plan, start: Callable[[], Any] = MeasuringProcess) -> None:
         self.plan, self.start = plan, start
@@ -103,8 +104,8 @@ class Measuring:
         if measure in ALONE:
             return ALONE[measure](**case)
         self.process = self.process or self.start()
-        if measure == "stream":
-            return self.process.ask("stream", self.plan.rounds)
+        if measure in ("stream", "cells"):
+            return self.process.ask(measure, self.plan.rounds)
         names = contenders(tuple(case["shape"]), self.plan.loops)
         return self.process.ask("layer", case["threads"], case["cell"], case["shape"], names, self.plan.rounds)
 

@@ -59,7 +59,7 @@ def test_the_whole_takes_less_than_25_minutes(speed_cpu):
     assert plan.seconds() < 25 * 60
     layers = [case for case in plan.cases() if case["measure"] == "layer"]
     assert len(layers) == 3 * 2 * (34 + 34 + 6)
-    assert len(plan.cases()) - len(layers) == 3 + 18 + 3  # streams, memory, first calls
+    assert len(plan.cases()) - len(layers) == 3 + 3 + 18 + 3  # streams, cells, memory, first calls
 
 
 def test_the_quick_plan_takes_less_than_a_minute(speed_cpu, capsys):
@@ -218,10 +218,12 @@ def everything(processes=1):
     extras = {"batch norm": 4.5, "LN, half padding": 1.5, "LN, step by step": 9.0}
     rows = [layer((1, 100, 128, 128), p, cell, **extras) for p in range(1, processes + 1) for cell in ("GRU", "LSTM")]
     frames = {str(n): {"stream": 8.0, "cell": 32.0, "difference": 0.0} for n in (128, 1024)}
+    loops = {f"{cell} 64": {"torch.nn plain": 4.0, "LN": 3.0, "lamina.loop": 2.0} for cell in ("LSTM", "GRU")}
     memory = {"measure": "memory", "shape": [1, 2, 3, 4], "LN": 2.0, "torch.nn plain": 4.0, "ratio": 0.5}
     return [
         *rows,
         {"measure": "stream", "process": 1, "microseconds": frames},
+        {"measure": "cells", "process": 1, "milliseconds": loops},
         *({**memory, "cell": cell} for cell in ("LSTM", "GRU")),
         *({"measure": "first call", "number": n, "cold": 6.0, "warm": 0.2} for n in (1, 2)),
     ]
@@ -232,8 +234,9 @@ def test_the_tables_show_every_row_as_text(cpu_tables):
     for one in tables:
         assert all(len(line) == len(one["columns"]) for line in one["rows"])
         assert all(isinstance(cell, str) for line in one["rows"] for cell in line)
-    assert [len(one["rows"]) for one in tables] == [2, 6, 2, 2, 2, 2, 2, 2]
+    assert [len(one["rows"]) for one in tables] == [2, 6, 2, 2, 2, 2, 2, 2, 2]
     assert table(tables, "One frame")["rows"][0] == ["128", "8.0", "32.0", "0"]
+    assert table(tables, "loop over a cell")["rows"][0] == ["LSTM 64", "4.00", "3.00", "2.00", "0.75", "0.50"]
     assert table(tables, "milliseconds")["rows"][0][2:4] == ["1 / 2", "0.50"]
 
 
@@ -251,6 +254,7 @@ def test_readme_reads_old_and_new_records(cpu_tables):
     assert "| GRU, 1 thread | 0.50 to 0.50, mean 0.50 | 0.50 to 0.50, mean 0.50 |" in text
     assert "Batch norm takes 1.50 to 1.50 of layer norm's time. If half of the steps are padding, a call takes" in text
     assert "8.0 microseconds for an LSTM of 128 units, 4.0 times as fast" in text
+    assert "takes 0.75 to 0.75 of the time with PyTorch's cell, through `lamina.loop` 0.50 to 0.50." in text
     assert text.endswith("AMD, 2 cores, torch 2, commit 0123456789ab.")
     record = json.loads((ROOT / "results" / "bench-cpu.json").read_text())
     assert "commit" in cpu_tables.readme(record)
@@ -290,7 +294,7 @@ def test_cases_of_one_process_share_one(plan, speed_cpu, monkeypatch):
         measuring(**case)
     names = [plan.OURS, plan.TORCH, plan.PLAIN, plan.PADDED, plan.EAGER]
     layers = [("layer", threads, "RNN", [1, 100, 128, 128], names, 7) for threads in (1, 2)]
-    assert log == [*["start", *layers, ("stream", 7), "end"] * 2, 1, 2]
+    assert log == [*["start", *layers, ("stream", 7), ("cells", 7), "end"] * 2, 1, 2]
 
 
 def test_a_measuring_process_that_died_is_replaced(plan, speed_cpu):
