@@ -281,8 +281,8 @@ def _sentences(record: Row, layers: list[Row]) -> str:
         f"{min(small):.1f} times for one case of 128 units. {_norms_in_words(layers)}`lamina.stream(layer)` takes one "
         f"frame at a time: {stream:.1f} microseconds for an LSTM of 128 units, {cell / stream:.1f} times as fast as "
         f"`nn.LSTMCell`, with the sequence call's numbers bit for bit. {_cells_in_words(record)}A training step's peak "
-        f"memory is {_memory_in_words(record)}. The very first step takes {statistics.median(calls['cold']):.1f} seconds to "
-        f"compile, the first of later processes {statistics.median(calls['warm']):.2f}. All of this: "
+        f"memory is {_memory_in_words(record)}. The very first step takes {statistics.median(calls['cold']):.1f} "
+        f"seconds to compile, the first of later processes {statistics.median(calls['warm']):.2f}. All of this: "
         f"{growing.source(record)}."
     )
 
