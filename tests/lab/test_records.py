@@ -480,8 +480,7 @@ class TestSummary:
             write_run(tmp_path, "none", seeds=(seed,))
         claim = collected(tmp_path)[0]["claims"][3]
         wanted = (
-            "name text paper claimed doubt word measured reason interval pairs nearest placebo placebo_share levels "
-            "items"
+            "name text paper claimed doubt word measured reason interval pairs nearest placebo placebo_share levels"
         )
         assert set(claim) == {*wanted.split(), "indicative"}
         assert set(claim["interval"]) == set(claim["placebo"]) == {"estimate", "low", "high", "n"}

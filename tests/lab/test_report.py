@@ -537,12 +537,12 @@ class TestRealSheets:
         panels = [panel for figure in sheet.figures for panel in figure.panels]
         steps = [430 * k for k in range(1, 5)]
         for norm in sheet.axes[0].labels:
-            names = {panel.y for panel in panels} | {number.metric for number in sheet.numbers}
+            names = {name for panel in panels for name in panel.y.split()} | {number.metric for number in sheet.numbers}
             series = {key: {"update": steps, "value": [0.4, 0.3, 0.2, 0.1]} for key in names}
-            config = dataclasses.asdict(sheet.config(norm=norm, dataset="mnist"))
+            config = dataclasses.asdict(sheet.config(norm=norm, dataset=sheet.datasets[0]))
             extras = {key: [0.1, 0.2, 0.3] for panel in panels if panel.kind == "profile" for key in (panel.x, panel.y)}
             run = {"config": config, "seed": 0, "finished": True, "steps": steps[-1], "series": series}
-            common = {"schema": 2, "kind": "experiment", "experiment": name, "data": DATA | {"name": "mnist"}}
+            common = {"schema": 2, "kind": "experiment", "experiment": name, "data": DATA | {"name": sheet.datasets[0]}}
             record = {**common, "scale": "", "runs": [{**run, "extras": extras}]}
             records.write(tmp_path / "in" / f"{norm}.json", json.dumps(record))
         done = report.build([tmp_path / "in"], tmp_path / "out")

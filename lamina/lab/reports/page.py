@@ -276,7 +276,8 @@ def _reading_notes(record: Record, sheet: Sheet) -> list[str]:
         "them are inconclusive."
     )
     none = "The paper prints no numbers for this experiment: it shows curves or states the outcome in words."
-    printed = any(number.paper for number in sheet.numbers)
+    panels = [panel for figure in sheet.figures for panel in figure.panels]
+    printed = any(number.paper for number in sheet.numbers) or any(panel.printed for panel in panels)
     return [text for holds, text in ((unfinished, cut), (mixed, apart), (not printed, none)) if holds]
 
 

@@ -142,6 +142,8 @@ def _told(claim: Claim, verdict: Verdict) -> dict[str, Any]:
     """Return what a record keeps of a verdict: six digits, infinities as they are."""
     statement = {key: getattr(claim, key) for key in ("name", "text", "paper", "claimed", "doubt")}
     judgement = {**dataclasses.asdict(verdict), "indicative": verdict.indicative}
+    if verdict.items is None:  # most claims are not about test cases
+        del judgement["items"]
     return {**statement, **rounded(judgement, infinite=True)}
 
 

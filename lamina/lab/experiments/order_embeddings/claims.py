@@ -50,7 +50,8 @@ CLAIMS = (
         baseline=_variant("none"),
         expected=PAPER,
         final=HEADLINE,
-        doubt="When a noisy curve is flat, its highest point is chance: the updates to a given recall vary less.",
+        doubt="A run that improves to the end is at its best there, however fast it was. Where a noisy curve is flat, "
+        "its highest point is chance.",
     ),
     Claim(
         "faster",
