@@ -163,7 +163,7 @@ def reproduce(
     )
     plan.check(settings)
     writable_folder(out, "--out")
-    changed = {} if epochs is None else {"epochs": (epochs,)}
+    changed = {} if epochs is None else {"epochs": (epochs,), "updates": (0,)}
     raise typer.Exit(_all(_chosen(only), "smoke", settings, out, changed))
 
 
