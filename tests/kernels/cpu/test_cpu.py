@@ -100,6 +100,42 @@ def test_one_row_whose_columns_threads_share(row, monkeypatch):
 
 
 @pytest.mark.parametrize("row", FEW, ids=str)
+@pytest.mark.parametrize(("threads", "batch"), [(2, 5), (3, 2), (3, 9)])
+def test_rows_whose_columns_threads_share(row, threads, batch, monkeypatch):
+    """A small batch with a large matrix: threads split the product's columns, and meet before and after it."""
+    monkeypatch.setattr("lamina.kernels.cpu.layer.LARGE", 0)
+    torch.set_num_threads(threads)
+    for hidden in (33, 70):
+        assert_equals_reference(problem(row, (5, batch, 3, hidden), CPU))
+        assert_equals_reference(problem(row, (5, batch, 3, hidden), CPU, **extras(row, 5, batch, hidden)))
+
+
+def test_threads_share_columns_where_each_has_few_rows_of_a_large_matrix():
+    torch.set_num_threads(2)
+    large, small = torch.empty(4 * 400, 400), torch.empty(4 * 100, 100)
+    shared = {batch: cpu._division(batch, large) for batch in (1, 2, 6, 8, 64)}
+    assert shared == {1: (2, True), 2: (2, True), 6: (2, True), 8: (2, True), 64: (2, False)}
+    assert cpu._division(4, small) == (2, False)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 7, 8, 9, 12, 13, 16, 21])
+def test_products_whose_last_panel_is_half_padding(rows):
+    """Widths of up to one vector beyond whole panels, for either kind of product."""
+    panel = machine.panel_width(4)
+    for columns in (1, panel // 2, panel // 2 + 1, panel + 3, 2 * panel + panel // 2, 3 * panel + panel // 2 + 1):
+        left, weight = torch.randn(rows, 19), torch.randn(19, columns)
+        out, turned = torch.full((rows, columns), torch.nan), torch.full((rows, columns), torch.nan)
+        cpu.multiply(left, weight, False, out)
+        cpu.multiply(left, weight.t().contiguous(), True, turned)
+        want = left.double() @ weight.double()
+        assert torch.allclose(out.double(), want, atol=1e-5)
+        assert torch.equal(out, turned)
+        gradient, right = torch.full((19, columns), torch.nan), torch.randn(rows, columns)
+        cpu.add_outer(left, right, gradient, False)
+        assert torch.allclose(gradient.double(), left.double().t() @ right.double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("row", FEW, ids=str)
 def test_products_of_many_rows(row):
     """In whole panels and past them; backward in several chunks."""
     for hidden in (8, 11):
