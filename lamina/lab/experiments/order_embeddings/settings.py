@@ -101,7 +101,7 @@ def _step_sizes(rows: dict[tuple[str, str], float]) -> tuple[dict[str, Any], ...
 # results/tuning-order_embeddings_flickr8k_laptop.json.
 LAPTOP_STEP_SIZES = _step_sizes(
     {
-        **{("none", "order"): 3e-4, ("layer", "order"): 1e-3},
+        **{("none", "order"): 1e-3, ("layer", "order"): 3e-3},
         **{("none", "cosine"): 3e-4, ("layer", "cosine"): 1e-3},
     }
 )
