@@ -49,6 +49,7 @@ GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 KINDS = ("inference", "training")
 CELL_UNITS, CELL_BATCH, CELL_STEPS = (64, 128, 182, 256, 400), 8, 50  # of cells in loops
 OURS, TORCH, EAGER = "LN", "torch.nn plain", "LN, step by step"
+LOOP = "lamina.loop"
 PLAIN, BATCH, PADDED = "no norm", "batch norm", "LN, half padding"
 RATIOS = {
     "ratio_to_torch": (OURS, TORCH),

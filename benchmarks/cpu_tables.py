@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import growing
-from cpu_plan import CELL_BATCH, CELL_STEPS, KINDS, LISTED, OURS, RATIOS, TORCH, flops
+from cpu_plan import CELL_BATCH, CELL_STEPS, KINDS, LISTED, LOOP, OURS, RATIOS, TORCH, flops
 
 Row = dict[str, Any]
 Table = dict[str, Any]
@@ -219,16 +219,16 @@ def _stream_table(streams: list[Row]) -> Table:
 def _cells_table(cells: list[Row]) -> Table:
     times = [row["milliseconds"] for row in cells]
     lines = [
-        [case, *(f"{middle(times, case, name):.2f}" for name in names), *_ratios_to_first(times, case, names)]
-        for case, names in ((case, list(times[0][case])) for case in times[0])
+        [case, *(f"{middle(times, case, name):.2f}" for name in (TORCH, OURS, LOOP)), *_ratios_to_torch(times, case)]
+        for case in times[0]
     ]
-    columns = ["cell, units", *next(iter(times[0].values())), "cell / torch", "loop / torch"]
+    columns = ["cell, units", TORCH, OURS, LOOP, "cell / torch", "loop / torch"]
     return {"caption": CELLS_CAPTION, "columns": columns, "rows": lines}
 
 
-def _ratios_to_first(times: list[Row], case: str, names: list[str]) -> list[str]:
-    """Return the medians over processes of each contender's time over the first one's."""
-    return [f"{statistics.median(one[case][name] / one[case][names[0]] for one in times):.2f}" for name in names[1:]]
+def _ratios_to_torch(times: list[Row], case: str) -> list[str]:
+    """Return the medians over processes of our times over torch's: the cell's and the loop's."""
+    return [f"{statistics.median(one[case][name] / one[case][TORCH] for one in times):.2f}" for name in (OURS, LOOP)]
 
 
 def middle(frames: list[Row], hidden: str, name: str) -> float:
@@ -307,9 +307,7 @@ def _norms_in_words(layers: list[Row]) -> str:
 def _cells_in_words(record: Row) -> str:
     """Return a sentence on loops over cells, where the record has them."""
     times = [row["milliseconds"] for row in rows_of(record["rows"], "cells")]
-    ratios = [
-        [float(ratio) for ratio in _ratios_to_first(times, case, list(times[0][case]))] for case in (times or [{}])[0]
-    ]
+    ratios = [[float(ratio) for ratio in _ratios_to_torch(times, case)] for case in (times[0] if times else {})]
     if not ratios:
         return ""
     cells, loops = ([f"{end(side):.2f}" for end in (min, max)] for side in zip(*ratios))

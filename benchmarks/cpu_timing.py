@@ -21,6 +21,7 @@ from cpu_plan import (
     CHECKED_STEPS,
     EAGER,
     LONG,
+    LOOP,
     OURS,
     PADDED,
     PLAIN,
@@ -277,7 +278,7 @@ def _cell_steps(cell: str, units: int) -> dict[str, Step]:
     return {
         TORCH: trained(theirs, lambda: theirs),
         OURS: trained(ours, lambda: ours),
-        "lamina.loop": trained(ours, lambda: lamina.loop(ours)),
+        LOOP: trained(ours, lambda: lamina.loop(ours)),
     }
 
 

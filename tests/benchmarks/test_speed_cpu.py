@@ -218,7 +218,7 @@ def everything(processes=1):
     extras = {"batch norm": 4.5, "LN, half padding": 1.5, "LN, step by step": 9.0}
     rows = [layer((1, 100, 128, 128), p, cell, **extras) for p in range(1, processes + 1) for cell in ("GRU", "LSTM")]
     frames = {str(n): {"stream": 8.0, "cell": 32.0, "difference": 0.0} for n in (128, 1024)}
-    loops = {f"{cell} 64": {"torch.nn plain": 4.0, "LN": 3.0, "lamina.loop": 2.0} for cell in ("LSTM", "GRU")}
+    loops = {f"{cell} 64": {"LN": 3.0, "lamina.loop": 2.0, "torch.nn plain": 4.0} for cell in ("LSTM", "GRU")}
     memory = {"measure": "memory", "shape": [1, 2, 3, 4], "LN": 2.0, "torch.nn plain": 4.0, "ratio": 0.5}
     return [
         *rows,
