@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lamina
 from lamina import functional, reference
-from lamina.kernels import fused
+from lamina.kernels import batch_normed, fused
 from lamina.kernels.cpu import batch_layer
 from lamina.population_statistics import population_statistics
 from lamina.reference import Moments
@@ -72,6 +72,29 @@ def test_every_row(row, threads):
     torch.set_num_threads(threads)
     assert_equals_reference(problem(row, (5, 3, 7, 17), CPU))
     assert_equals_reference(problem(row, (4, 9, 3, 32), CPU, reverse=True))
+
+
+@pytest.mark.parametrize("row", BATCH, ids=IDS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_cases_that_have_ended_are_left_out(row, reverse, monkeypatch):
+    """A ragged batch runs in parts with fewer and fewer cases; states and moments go from part to part."""
+    monkeypatch.setattr(batch_normed, "WORTH", 0)
+    torch.set_num_threads(2)
+    options = extras(row, 30, 9, 7) | {"lengths": torch.tensor([30, 0, 3, 11, 21, 17, 9, 30, 1])}
+    call = problem(row, (30, 9, 3, 7), CPU, reverse=reverse, **options)
+    assert [cases for *_, cases in batch_normed._parts(call.forwards())] == [9, 6, 4, 2]
+    assert_equals_reference(call)
+    assert_equals_reference(replace(call, population=population(row, 7, 13), first_step=2))
+
+
+def test_parts_are_worth_their_calls():
+    lengths, width = torch.tensor([300] * 4 + [10] * 60), 128
+    call = problem(("LSTM", "batch", "paper"), (300, 64, width, width), CPU, lengths=lengths)
+    assert batch_normed._parts(call) == [(0, 10, 64), (10, 300, 4)]
+    assert batch_normed._parts(replace(call, lengths=None)) == [(0, 300, 64)]
+    assert batch_normed._parts(replace(call, lengths=torch.full((64,), 299))) == [(0, 300, 64)]
+    few = problem(("LSTM", "batch", "paper"), (20, 8, 4, 5), CPU, lengths=torch.tensor([20] + [8] * 7))
+    assert len(batch_normed._parts(few)) == 1
 
 
 @pytest.mark.parametrize("row", BATCH, ids=IDS)
