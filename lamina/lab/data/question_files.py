@@ -161,7 +161,7 @@ def _question(split: str, question: Any, sentences: list[list[str]], case: str, 
 
 def _judge(source: str, broken: Sequence[str], total: int, collected: Collected) -> None:
     """Count broken lines or files; refuse the source if they are more than single ones."""
-    if len(broken) > max(ALLOWED_BROKEN, total // 10) or (broken and len(broken) >= total - 1):
+    if len(broken) > max(ALLOWED_BROKEN, total // 10):
         received = f"{len(broken):,} broken of {total:,}, the first is {broken[0]}"
         raise fail(f"{source} must have sound articles or questions", received, "Bring a whole copy.")
     for case in broken:
