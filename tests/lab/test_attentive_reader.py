@@ -282,6 +282,7 @@ def test_names_are_a_bijection_for_passage_query_and_answer_alike(permutation):
     assert agree == (permutation == "batch")
     assert torch.equal(changed[1], batch[1])
     assert torch.equal(changed[3], batch[3])
+    assert model.with_random_names(built(permutation="none"), batch, drawn(3, 20)) is batch
 
 
 def test_names_follow_from_seed_and_update_alone():

@@ -218,6 +218,8 @@ def loss(model: nn.Module, batch: Batch, draws: Draws) -> Loss:
 
 def with_random_names(reader: AttentiveReader, batch: Batch, draws: Draws) -> Batch:
     """Return a batch whose entities have new names, the same in passage, query and answer."""
+    if reader.config.permutation == "none":
+        return batch
     passages, lengths, queries, query_lengths, answers = batch
     names = random_names(draws, len(reader.entities), reader.config.permutation == "question")
     sides = (renamed(ids, names, reader.entities, reader.numbers) for ids in (passages, queries, answers.unsqueeze(1)))
