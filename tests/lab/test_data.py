@@ -720,6 +720,7 @@ def test_status_says_what_is_where(tmp_path, small):
         "cifar10_subset": "present",
         "flickr8k": "absent",
         "coco": "absent",
+        "cnn_qa": "absent",
     }
     assert found["mnist"][0] == tmp_path / "mnist"
     assert found["fashion_mnist"][2] == 5

@@ -140,6 +140,9 @@ def test_data_make_no_record_stale(package):
     assert marks(second, RUNS) == [[]]
 
 
+OWN_MODELS = ("order_embeddings", "attentive_reader")
+
+
 @pytest.mark.parametrize(
     ("file", "experiments"),
     [
@@ -149,6 +152,8 @@ def test_data_make_no_record_stale(package):
         ("images.py", ["mnist", "convnet"]),
         ("order_embeddings/scores.py", ["order_embeddings"]),
         ("order_embeddings/search.py", []),
+        ("attentive_reader/entities.py", ["attentive_reader"]),
+        ("attentive_reader/pictures.py", []),
         ("another/model.py", ["another"]),
     ],
 )
@@ -159,7 +164,7 @@ def test_a_record_is_about_its_own_experiment_alone(package, file, experiments):
     path.write_text("a = 1\n")
     git(package, "add", ".")
     git(package, "commit", "-q", "-m", "second")
-    kinds = [{**RUNS, "experiment": name} for name in ("mnist", "convnet", "order_embeddings", "another")]
+    kinds = [{**RUNS, "experiment": name} for name in ("mnist", "convnet", *OWN_MODELS, "another")]
     stale = [kind["experiment"] for kind in kinds if [*staleness.marks({**kind, "environment": {"commit": first}})]]
     assert stale == experiments
 

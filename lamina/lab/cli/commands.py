@@ -24,7 +24,7 @@ from ...errors import InputError, RunError, fail, not_installed, one_of
 from ..experiment import SCALES
 from ..experiments import SHEETS
 from ..options import Settings
-from . import running, searching
+from . import reading, running, searching
 from .jobs import DeviceOption, processes, rank, uses_cuda, writable_folder
 from .screen import KINDS, say, show_notes, show_report, table
 
@@ -145,6 +145,7 @@ DataOption = Annotated[str | None, typer.Option("--data", help="folder of data s
 app.command()(running.reproduce)
 app.command()(running.paper)
 app.command()(searching.search)
+app.command()(reading.read)
 
 
 @app.command()

@@ -33,6 +33,15 @@ def say(text: str) -> None:
     Screen().print(text, markup=False, soft_wrap=True)
 
 
+def say_marked(words: Sequence[tuple[str, float]]) -> None:
+    """Print words on a background that is the stronger the larger their share, of 0 to 1, is."""
+    text = Text()
+    for number, (word, share) in enumerate(words):
+        red, green, blue = (round(255 + share * (full - 255)) for full in (242, 142, 43))
+        text.append(" " * (number > 0)).append(word, f"black on #{red:02x}{green:02x}{blue:02x}")
+    Screen().print(text, soft_wrap=not Screen().is_terminal)
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows under a title and the names of their columns."""
     say(title)

@@ -93,11 +93,15 @@ class File:
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file of any size."""
+    """Return the SHA-256 of a file of any size, or of a folder's files and their names."""
     hashed = hashlib.sha256()
+    if path.is_dir():
+        for part in sorted(one for one in path.iterdir() if one.is_file()):
+            hashed.update(part.name.encode(errors="surrogateescape") + b"\0" + bytes.fromhex(digest(part)))
+        return hashed.hexdigest()
     with open(path, "rb") as file:
-        while part := file.read(2**20):
-            hashed.update(part)
+        while block := file.read(2**20):
+            hashed.update(block)
     return hashed.hexdigest()
 
 

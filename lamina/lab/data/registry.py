@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import InputError, fail, one_of
-from . import caption_files, embedded, formats, scenes
+from . import caption_files, embedded, facts, formats, question_files, scenes
 from .formats import Array, BadFile, File
 
 EMBEDDED = "embedded"
@@ -29,7 +30,8 @@ class Dataset:
 
     arrays: "train_x", "train_y", "test_x", "test_y", and "valid_x" where the set has a validation part. Grey images
     are uint8 [N, H, W], colour ones [N, 3, H, W], binarised ones 0 or 1 [N, pixels] with no labels. Captioned ones are
-    features float32 [N, F], with text in "train_names", "train_captions" and so on (``formats.lines_in``).
+    features float32 [N, F], with text in "train_names", "train_captions" and so on (``formats.lines_in``). Questions
+    are numbers of words (``question_files.Collected.arrays``).
     """
 
     name: str
@@ -85,6 +87,7 @@ class LocalFiles:
     folder: Path
     files: Mapping[File, Path]
     missing: tuple[str, ...]
+    root: Path = Path()  # folder of data sets that holds it
 
     def contents(self) -> dict[str, Any]:
         """Return what the layout's reader takes."""
@@ -106,26 +109,41 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
             ``LAMINA_DATA``, or else the cache folder if it has the set, or else the stand-in.
     """
     source = lookup(name)
+    local = locate(source, root)
+    if local is not None:
+        return _real(source, local)
+    arrays = source.stand_in()
+    digests = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in arrays.items()}
+    return Dataset(name, EMBEDDED, source.stand_in_title, arrays, digests)
+
+
+def locate(source: Source, root: str | os.PathLike[str] | None = None) -> LocalFiles | None:
+    """Return the files of a set, all of them there; None for the stand-in. The root is as for ``load``."""
     requested = asked_root(root)
     folder = _folder(requested)
     local = None if requested == EMBEDDED else find(source, folder)
-    if local is None and requested in (None, EMBEDDED):
-        arrays = source.stand_in()
-        digests = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in arrays.items()}
-        return Dataset(name, EMBEDDED, source.stand_in_title, arrays, digests)
-    if local is None:
+    if local is None and requested not in (None, EMBEDDED):
         absence = "does not hold it" if folder.is_dir() else "is a file" if folder.exists() else "is not there"
-        rule, received = f"--data must be a folder with {name} in it", f"{folder}, which {absence}"
-        raise fail(rule, received, _remedy(name, folder))
-    if local.missing:
+        rule, received = f"--data must be a folder with {source.name} in it", f"{folder}, which {absence}"
+        raise fail(rule, received, _remedy(source.name, folder))
+    if local is not None and local.missing:
         rule = f"{local.folder} must hold {', '.join(file.name for file in local.layout.files)}"
-        raise fail(rule, f"no {', '.join(local.missing)}", _remedy(name, folder))
-    return _real(source, local, folder)
+        raise fail(rule, f"no {', '.join(local.missing)}", _remedy(source.name, folder))
+    return local and replace(local, root=folder)
 
 
-def _real(source: Source, local: LocalFiles, root: Path) -> Dataset:
-    try:
+def _real(source: Source, local: LocalFiles) -> Dataset:
+    with file_errors(source, local):
         arrays, digests = local.layout.read(local.contents()), local.sha256(source.layouts[0])
+    counted = " + ".join(f"{count:,}" for count in _sizes(arrays).values())
+    return Dataset(source.name, "real", f"{source.title} (real: {counted})", arrays, digests)
+
+
+@contextmanager
+def file_errors(source: Source, local: LocalFiles) -> Iterator[None]:
+    """Turn an error of reading a set's files into one line with the remedy."""
+    try:
+        yield
     except OSError as error:
         remedy = "See that the files are there and that you may read them."
         raise fail(f"{local.folder} must have readable files", f"{error.filename}: {error.strerror}", remedy) from None
@@ -134,11 +152,9 @@ def _real(source: Source, local: LocalFiles, root: Path) -> Dataset:
         other = (s.title for s, file in published if file.sha256 in error.received)
         if title := next(other, None):
             raise fail(error.rule, f"that of {title}", "Pass the folder that holds the set itself.") from None
-        again = f"run `{_fetch_command(source.name, root)}`" if source.bases else "bring the published one"
+        again = f"run `{_fetch_command(source.name, local.root)}`" if source.bases else "bring the published one"
         remedy = error.remedy or f"Delete it and {again}."
         raise fail(error.rule, error.received, remedy) from None
-    counted = " + ".join(f"{count:,}" for count in _sizes(arrays).values())
-    return Dataset(source.name, "real", f"{source.title} (real: {counted})", arrays, digests)
 
 
 def _sizes(arrays: Mapping[str, Array]) -> dict[str, int]:
@@ -294,6 +310,20 @@ _FLICKR8K = (
 _FLICKR8K_PICTURES = File(
     "images_64.zip", 14_238_928, "23008847ea7be2ff530a2d4f3f250848eecb89e1caec11bcb953bb33700b4517"
 )
+_CNN_QA = (
+    File("train-00.jsonl.xz", 9_574_672, "fb70adeba070e96f3f78ee65a4d0afccabfed2333107bc258d79ea16bdb1a0a8"),
+    File("train-01.jsonl.xz", 9_466_272, "50a3112f0edde524ceb994d700548d4caaee5a1ff494c55752f0554e95ad60d9"),
+    File("train-02.jsonl.xz", 9_493_892, "da88e1629da8b30c8d9e2de6039ec511bd18e8c00e90b2788abfc77d63c3b0d9"),
+    File("train-03.jsonl.xz", 9_481_448, "cee8f892a1ac9ceefbb0a2a7463ffda23074b3e5bbd17fa08d1df68733cbefed"),
+    File("valid.jsonl.xz", 479_408, "b8e94e8cd1328c1abcf1cde27cc7036d86ca5552c92abf862c304799e6b6a0b4"),
+    File("test.jsonl.xz", 406_624, "2cf08de43cee101f1471030d7a8b4c941f7c1d130c39c92f561d2d1f83b925d6"),
+)
+_OWN_QUESTIONS = tuple(File(f"{split}.jsonl", others=(f"{split}.jsonl.xz",)) for split in SPLITS)
+_QUESTION_FOLDERS = (
+    File("training", others=("train",)),
+    File("validation", others=("valid",)),
+    File("test"),
+)
 _ORIGINAL_COCO = (
     File("train.txt"),
     File("dev.txt", others=("val.txt",)),
@@ -397,6 +427,25 @@ _ROWS = (
         (),
         scenes.arrays,
         scenes.STAND_IN.format("coco"),
+    ),
+    Source(
+        "cnn_qa",
+        "CNN questions",
+        "Hermann et al. 2015; the articles are CNN's, for research, not to be passed on",
+        (
+            Layout(("cnn_qa", "."), _CNN_QA, question_files.read_articles),
+            Layout(("cnn_qa", "."), _OWN_QUESTIONS, question_files.read_articles, own=True),
+            Layout(
+                ("cnn_qa", "cnn_qa/questions", "cnn/questions", "questions", "."),
+                _QUESTION_FOLDERS,
+                question_files.read_question_folders,
+                own=True,
+            ),
+        ),
+        (),
+        (),
+        facts.arrays,
+        facts.STAND_IN.format("cnn_qa"),
     ),
 )
 SOURCES: dict[str, Source] = {source.name: source for source in _ROWS}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from ...errors import one_of
 from ..experiment import Sheet
+from .attentive_reader.settings import SHEET as ATTENTIVE_READER
 from .convnet.settings import SHEET as CONVNET
 from .mnist.settings import SHEET as MNIST
 from .order_embeddings.settings import SHEET as ORDER_EMBEDDINGS
 
-SHEETS: dict[str, Sheet] = {sheet.name: sheet for sheet in (MNIST, CONVNET, ORDER_EMBEDDINGS)}
+SHEETS: dict[str, Sheet] = {sheet.name: sheet for sheet in (MNIST, CONVNET, ORDER_EMBEDDINGS, ATTENTIVE_READER)}
 
 
 def find(name: str) -> Sheet:

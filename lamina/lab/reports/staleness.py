@@ -27,7 +27,7 @@ class Code:
 
 _RECURRENT = ("functional.py", "opaque.py", "recurrent.py", "recurrent_module.py", "cells.py")
 _OWN = "lab/experiments/{experiment}"
-_MODEL = (_OWN, *(f":!{_OWN}/{name}.py" for name in ("settings", "claims", "search")))
+_MODEL = (_OWN, *(f":!{_OWN}/{name}.py" for name in ("settings", "claims", "search", "reading", "pictures")))
 _TRAINING = (  # without lab/data: a record holds the SHA-256 of its data
     *("lab/training", "optim.py", "baselines.py"),
     *_MODEL,
@@ -35,7 +35,9 @@ _TRAINING = (  # without lab/data: a record holds the SHA-256 of its data
 _NO_NUMBERS = ":!lab/training/control.py"  # signals and the clock
 _LAYERS = ("recurrent.py", "recurrent_module.py", "options.py", "reference.py")
 _IMAGE_LAYERS = ("lab/experiments/images.py", "layers.py", "population_statistics.py")
-LAYERS = {"mnist": _IMAGE_LAYERS, "convnet": _IMAGE_LAYERS}  # what the models of an experiment are made of
+_READER_LAYERS = (*_LAYERS, "layers.py", "population_statistics.py")
+# what the models of an experiment are made of
+LAYERS = {"mnist": _IMAGE_LAYERS, "convnet": _IMAGE_LAYERS, "attentive_reader": _READER_LAYERS}
 GPU = Code("the GPU kernels or the layers that call them", (*_RECURRENT, "layers.py", "kernels", ":!kernels/cpu"))
 CPU = Code(
     "the CPU kernels or the layers that call them",

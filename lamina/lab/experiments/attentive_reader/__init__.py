@@ -1,0 +1,1 @@
+"""Attentive reader on the CNN questions (section 6.2)."""

@@ -1,0 +1,191 @@
+"""Attentive reader on the CNN questions (section 6.2): layer norm against recurrent batch norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....errors import fail
+from ...experiment import Axis, Config, Figure, Number, Panel, Scale, Sheet, option
+from ...results import Metric
+from .claims import CLAIMS
+
+NORMS = {
+    "none": "LSTM",
+    "batch": "BN-LSTM",
+    "batch_everywhere": "BN everywhere",
+    "layer": "LN",
+    "layer01": "LN, gain 0.1",
+    "none_scaled": "LSTM, full-scale start",
+}
+BATCH_NORMS = ("batch", "batch_everywhere")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderConfig(Config):
+    """The paper runs Cooijmans et al.'s code: its settings are the defaults, but for its quirks, which are options."""
+
+    norm: str = option("layer", "normalisation of the reader", choices=tuple(NORMS), sweep=True)
+    dataset: str = option("cnn_qa", "questions", choices=("cnn_qa", "facts"))
+    updates: int = option(800_000, "updates of training in place of --epochs; 0: epochs count", least=0)
+    batch_size: int = option(64, "questions in one update", sweep=True, least=1)
+    lr: float = option(8e-5, "Adam's step size", sweep=True, above=0)
+    clip: float = option(10.0, "largest gradient norm; 0 leaves gradients alone", least=0)
+    eval_updates: int = option(1000, "updates between evaluations in place of --eval-every; 0: epochs count", least=0)
+    units: int = option(240, "units of either LSTM, and dimensions of a word's embedding", sweep=True, least=1)
+    dropout: float = option(0.5, "share of embeddings, and of numbers before the answer, that training drops", least=0)
+    vocabulary: int = option(0, "most frequent words, marks included, that are told apart; 0: all", least=0)
+    answers: str = option(
+        "vocabulary", "what the softmax is over: all words, or the entities", choices=("vocabulary", "entities")
+    )
+    permutation: str = option(
+        "batch",
+        "training renames the entities at random in each minibatch, in each question, or (none) not at all",
+        choices=("batch", "question", "none"),
+    )
+    relabel: int = option(
+        0, "each question's entities share so many names, in order of appearance; 0: names of the data", least=0
+    )
+    padding: str = option(
+        "left_out",
+        "short sequences end early, or repeat to the length of the longest (the authors')",
+        choices=("left_out", "cyclic"),
+    )
+    start: str = option(
+        "independent",
+        "weights of equal shapes start independent, or the same (the authors')",
+        choices=("independent", "same"),
+    )
+    statistics: str = option(
+        "batch",
+        "batch norm's in evaluations: of the batch (the paper's), or the population",
+        choices=("batch", "population"),
+    )
+    buckets: int = option(0, "batches of which the questions are sorted by length; 0: none are sorted", least=0)
+    valid_questions: int = option(0, "validation questions behind the curves; 0: all", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dropout >= 1:
+            raise fail("--dropout must be below 1", repr(self.dropout), "The default is 0.5.")
+
+    def coupling(self) -> str:
+        """Return what couples the cases of a batch."""
+        return "batch norm's statistics" if self.norm in BATCH_NORMS else ""
+
+
+CONTROLS = {
+    "most_frequent": "the most frequent entity",
+    "most_frequent_not_in_query": "the most frequent entity that is not in the query",
+}
+METRICS = (
+    Metric("valid_nll", "validation NLL"),
+    Metric("valid_all_error", "validation error, all questions"),
+    Metric("test_error", "test error"),
+    *(Metric(f"valid_{name}", f"validation error of {words}") for name, words in CONTROLS.items()),
+    Metric("valid_answer_absent", "validation questions without their answer in the passage"),
+)
+OTHER_DATA = (
+    "The paper's numbers are from other passages of the same articles: in 43 % of its validation questions the four "
+    "sentences do not hold the answer. In ours they always do."
+)
+FIGURES = (
+    Figure(
+        "reader",
+        "Figure 2 of the paper: validation error against updates; batch norm with the statistics of the validation "
+        f"minibatches. {OTHER_DATA}",
+        (
+            Panel("Validation error", "valid_error", "validation error rate"),
+            Panel("Validation loss", "valid_nll", "validation NLL"),
+        ),
+    ),
+    Figure(
+        "errors",
+        f"Errors in percent beside those that Cooijmans et al. print. {OTHER_DATA} Columns: all validation questions "
+        "and test questions at the best checkpoint; then what no training reaches: always the most frequent entity of "
+        "the passage, the same among those that the query does not name, and the answers that are not in the passage.",
+        (
+            Panel(
+                "Errors at the best validation checkpoint, %",
+                "valid_all_error test_error valid_most_frequent valid_most_frequent_not_in_query valid_answer_absent",
+                kind="table",
+                scale=100,
+                printed={
+                    "Cooijmans et al.: LSTM": ("50.3", "-", "-", "-", "43"),
+                    "Cooijmans et al.: BN-LSTM": ("49.5", "-", "-", "-", "43"),
+                    "Cooijmans et al.: BN everywhere": ("50.0", "-", "-", "-", "43"),
+                    "paper: LN (figure only)": ("under 49.5", "-", "-", "-", "43"),
+                },
+            ),
+        ),
+    ),
+    Figure(
+        "attention",
+        "Where the reader looks: questions of the embedded stand-in, attention as background colour.",
+        (Panel("Attention", "attention.svg", kind="gallery"),),
+    ),
+)
+
+STEP_SIZES = (8e-5, 3e-4, 1e-3, 3e-3)  # the grid of every variant; the first is the paper's
+_ALL = {"norm": tuple(NORMS)}
+SCALES = {
+    # Chosen to show the direction of the claim, so it is no evidence for it: with a softmax over all words no variant
+    # learns anything in so few updates.
+    "smoke": Scale(
+        about="embedded facts, 48 units, entities relabelled, softmax over them alone, no dropout, 400 updates; a "
+        "minute on two cores",
+        seeds=3,
+        settings={
+            **{"dataset": "facts", "units": 48, "batch_size": 48, "updates": 400, "eval_updates": 25, "lr": 3e-3},
+            **{"relabel": 8, "permutation": "question", "answers": "entities", "dropout": 0.0},
+            **{"valid_questions": 192, "buckets": 16},
+            **{"log_every": 100, "checkpoint_every": 1000},
+        },
+        values=_ALL,
+    ),
+    "laptop": Scale(
+        about="real CNN questions, 128 units, entities relabelled, 3,000 updates; 90 minutes on two cores",
+        seeds=5,
+        settings={
+            **{"units": 128, "vocabulary": 10_000, "updates": 3000, "eval_updates": 100, "lr": 1e-3},
+            **{"relabel": 32, "permutation": "question", "valid_questions": 1024, "buckets": 32},
+            **{"log_every": 100, "checkpoint_every": 500},
+        },
+        values=_ALL,
+        fewer=tuple(({"norm": norm}, 3) for norm in ("batch", "batch_everywhere", "layer01", "none_scaled")),
+        placebo={"norm": "none"},
+    ),
+    "paper": Scale(
+        about="all CNN questions, the paper's settings, 800,000 updates; a GPU",
+        seeds=3,
+        settings={"padding": "cyclic", "start": "same", "log_every": 1000, "checkpoint_every": 10_000},
+        values=_ALL,
+    ),
+}
+
+SHEET = Sheet(
+    name="attentive_reader",
+    title="Attentive reader",
+    section="6.2",
+    about="An LSTM of {units} units reads a passage of four sentences, another one a question with a blank. Attention "
+    'to the passage and the question choose the entity that fills the blank. Norms sit in the LSTMs; "BN everywhere" '
+    "has them in the attention, too. Entities are relabelled with {relabel} names in each question (0: they keep "
+    "the names of the data).",
+    config=ReaderConfig,
+    module="lamina.lab.experiments.attentive_reader.model",
+    axes=(Axis("norm", NORMS, "none"),),
+    scales=SCALES,
+    datasets=("cnn_qa", "facts"),
+    figures=FIGURES,
+    numbers=(
+        Number("valid_error", "best validation error, %", at="best", scale=100),
+        Number("valid_all_error", "error on all validation questions, %", scale=100),
+        Number("test_error", "test error, %", scale=100),
+        Number("valid_most_frequent_not_in_query", "error of the most frequent entity not in the query, %", scale=100),
+        Number("valid_answer_absent", "answer not in the passage, %", scale=100),
+    ),
+    claims=CLAIMS,
+    headline=Metric("valid_error", "validation error"),
+    metrics=METRICS,
+    fixed_shapes=False,
+    sampled=True,
+)
