@@ -203,7 +203,8 @@ def test_committed_searches_serve_every_variant(path):
     record = records.load(path)
     sheet = find(record["experiment"])
     assert record["data"]["kind"] == "real"
-    assert record["metric"] == f"lowest {sheet.headline.name}"
+    higher = sheet.headline.better == "higher"
+    assert record["metric"] == f"{'highest' if higher else 'lowest'} {sheet.headline.name}"
     dataset = record["data"]["name"]
     searched = {tuple(row["variant"].items()) for row in record["rows"]}
     assert {dict(variant)["norm"] for variant in searched} >= {c.ours["norm"] for c in sheet.claims}
@@ -211,5 +212,5 @@ def test_committed_searches_serve_every_variant(path):
         config = tuning.apply(record, sheet.name, sheet.config(**variant, dataset=dataset))
         rows = [row for row in record["rows"] if row["variant"] == variant]
         assert len(rows) >= 3  # a search
-        best = min((row for row in rows if row["mean"] is not None), key=lambda row: row["mean"])
+        best = (max if higher else min)((row for row in rows if row["mean"] is not None), key=lambda row: row["mean"])
         assert {k: getattr(config, k) for k in record["searched"]} == best["setting"]
