@@ -190,10 +190,11 @@ def judge(claim: Claim, results: Results, metric: FindMetric) -> Verdict:
         pairs = claim.measure.pairs(baseline, ours, metric)
         worse = _ends_worse(claim, baseline, ours, metric)
         levels = _at_levels(claim, baseline, ours, metric)
+        share, placebo = _placebo(claim.measure, levels, *_placebo_runs(baseline, ours), metric)
         items = _by_items(claim.measure, baseline, ours)
     except Mixed as mixed:
         return Verdict(INCONCLUSIVE, "not measured", str(mixed))
-    interval, (share, placebo) = pairs.interval(), _placebo(levels)
+    interval = pairs.interval()
     word, reason = _word(claim, pairs, interval, worse, placebo)
     if items and word in (REPRODUCED, DIRECTION) and items.low <= claim.margin:
         word, reason = INCONCLUSIVE, "with other test cases the difference may vanish"
@@ -270,26 +271,31 @@ def _by_items(measure: Measure, baseline: Results, ours: Results) -> Interval | 
 
 def _at_levels(claim: Claim, baseline: Results, ours: Results, metric: FindMetric) -> Levels:
     """Return the ratios of a claim on speed, and of its placebo, by share of the baseline's improvement."""
-    measure, seeds = claim.measure, {run["seed"] for run in ours}
-    shared, further = (Results(r for r in baseline if (r["seed"] in seeds) is known) for known in (True, False))
+    measure, (shared, further) = claim.measure, _placebo_runs(baseline, ours)
     if not isinstance(measure, Speed) or not len(shared):
         return ()
-    rivals = ours, _renumbered(further, shared)
+    rivals = ours, further
     return tuple(
         (share, *(measure.at_level(shared, rival, metric, level).interval() for rival in rivals))  # type: ignore[misc]
         for share, level in shared.levels(metric(measure.metric)).items()
     )
 
 
-def _placebo(levels: Levels) -> tuple[float, Interval | None]:
+def _placebo(
+    measure: Measure, levels: Levels, shared: Results, further: Results, metric: FindMetric
+) -> tuple[float, Interval | None]:
     """Return the placebo at the highest level at which it has an interval: half of its runs miss the very target."""
+    if isinstance(measure, SpeedToBest):
+        return 1.0, measure.pairs(shared, further, metric).interval()
     bounded = [
         (share, interval) for share, _, interval in levels if interval and math.isfinite(interval.high - interval.low)
     ]
     return bounded[-1] if bounded else (1.0, None)
 
 
-def _renumbered(further: Results, shared: Results) -> Results:
-    """Return the placebo's runs, in order of their seeds, under the seeds that the comparison has."""
+def _placebo_runs(baseline: Results, ours: Results) -> tuple[Results, Results]:
+    """Return the baseline's runs of the comparison, and its further runs in order, under the same seeds."""
+    compared = {run["seed"] for run in ours}
+    shared, further = (Results(r for r in baseline if (r["seed"] in compared) is known) for known in (True, False))
     seeds, runs = sorted(run["seed"] for run in shared), sorted(further, key=lambda run: run["seed"])
-    return Results({**run, "seed": seed} for run, seed in zip(runs, seeds))
+    return shared, Results({**run, "seed": seed} for run, seed in zip(runs, seeds))

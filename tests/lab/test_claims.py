@@ -149,6 +149,11 @@ def test_speed_to_the_best_value_compares_where_each_run_was_best_for_the_first_
     )
     assert verdict.pairs == pytest.approx({seed: math.log(2 + 2 * (seed == 4)) for seed in range(5)})
     assert (verdict.word, verdict.measured.split(" (")[0]) == (REPRODUCED, "2.3x as fast")
+    assert verdict.placebo is None
+    further = [rising("bn", 5 + seed, best) for seed, best in enumerate((160, 80, 320, 320, 320))]
+    ours_and_theirs = [rising(norm, seed, best) for norm, those in ends.items() for seed, best in enumerate(those)]
+    placebo = decided(claim, [*ours_and_theirs, *further]).placebo
+    assert placebo.estimate == pytest.approx(-math.log(2) / 5)
 
 
 @pytest.mark.parametrize(("spread", "word"), [(0.5, DIRECTION), (20.0, INCONCLUSIVE)])

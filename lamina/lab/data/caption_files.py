@@ -184,9 +184,9 @@ def _json_images(path: Path, repairs: Repairs) -> list[Any]:
         images = json.loads(text)["images"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         received = f"{type(error).__name__}: {error}"
-        raise fail(f"{path} must be Karpathy's JSON, with a list of images", received, "Bring it anew.") from None
+        raise fail(f"{path} must be Karpathy's JSON, with a list of images", received, "Download it again.") from None
     if not isinstance(images, list):
-        raise fail(f"{path} must hold a list of images", type(images).__name__, "Bring it anew.")
+        raise fail(f"{path} must hold a list of images", type(images).__name__, "Download it again.")
     return images
 
 
@@ -236,7 +236,7 @@ class _Features:
         self.path, self.rows = path, _matrix(path, rows)
         if len(names) != len(rows):
             received = f"{len(rows):,} rows for {len(names):,} names"
-            raise fail(f"{path} must have a row of features for each image", received, "Compute the features anew.")
+            raise fail(f"{path} must have a row of features for each image", received, "Compute the features again.")
         self.numbers = {name: number for number, name in enumerate(names)}
         if len(self.numbers) < len(names):
             twice = next(name for number, name in enumerate(names) if self.numbers[name] != number)
@@ -258,9 +258,9 @@ def _named_features(path: Path, file: io.BytesIO | None = None) -> _Features:
             names, rows = arrays["names"], arrays["features"]
     except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
         rule = f"{path} must be an npz file with the arrays names and features"
-        raise fail(rule, f"{type(error).__name__}: {error}", "Write it anew.") from None
+        raise fail(rule, f"{type(error).__name__}: {error}", "Write the file again.") from None
     if names.ndim != 1 or names.dtype.kind not in "US":
-        raise fail(f"{path} must have a list of names", f"{names.dtype} {names.shape}", "Write it anew.")
+        raise fail(f"{path} must have a list of names", f"{names.dtype} {names.shape}", "Write the file again.")
     return _Features(
         path, (np.char.decode(names, errors="replace") if names.dtype.kind == "S" else names).tolist(), rows
     )
@@ -271,14 +271,14 @@ def _mapped(path: Path) -> Array:
     try:
         return np.lib.format.open_memmap(path, mode="c")
     except UNREADABLE as error:
-        raise fail(f"{path} must be a readable npy file", str(error), "Bring or write it anew.") from None
+        raise fail(f"{path} must be a readable npy file", str(error), "Download or write it again.") from None
 
 
 def _matrix(path: Path, rows: Array) -> Array:
     """Return the rows, or raise if they are no matrix of numbers."""
     if rows.ndim != 2 or rows.dtype.kind not in "fiu" or 0 in rows.shape:
         rule = f"{path} must hold a matrix of numbers, a row for each image"
-        raise fail(rule, f"{rows.dtype} {rows.shape}", "Write it anew.")
+        raise fail(rule, f"{rows.dtype} {rows.shape}", "Write the file again.")
     return rows
 
 
@@ -290,7 +290,7 @@ def _unit_rows(rows: Array, name: Callable[[int], str], path: Path) -> Array:
         first = rows[bad[0]]
         fault = "only zeros" if not lengths[bad[0]] else "NaN" if np.isnan(first).any() else "infinite values"
         received = f"{fault} for {name(int(bad[0]))!r}; {len(bad):,} of {len(rows):,} rows are bad"
-        raise fail(f"the features in {path} must be finite and not all zero", received, "Compute them anew.")
+        raise fail(f"the features in {path} must be finite and not all zero", received, "Compute them again.")
     if rows.dtype == np.float32 and abs(lengths - 1).max() < ROUNDING:
         return rows
     unit = np.empty(rows.shape, np.float32)

@@ -145,7 +145,7 @@ def _unpacked(file: str, content: bytes) -> bytes:
     try:
         return lzma.decompress(content) if content.startswith(XZ) else content
     except (lzma.LZMAError, EOFError) as error:
-        raise fail(f"{file} must be a sound xz file", str(error), "Fetch it anew.") from None
+        raise fail(f"{file} must be a sound xz file", str(error), "Download it again.") from None
 
 
 def _question(split: str, question: Any, sentences: list[list[str]], case: str, collected: Collected) -> None:

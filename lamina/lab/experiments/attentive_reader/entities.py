@@ -1,4 +1,4 @@
-"""Names of entities: training draws them anew, so that a reader cannot learn who is who.
+"""Names of entities: training draws new ones, so that a reader cannot learn who is who.
 
 A renaming is a row of E numbers: number k of the entities becomes number row[k]. Rows are permutations, so one row
 applied to passage, query and answer keeps the question and its answer as they were.

@@ -22,7 +22,7 @@ from .entities import numbers_by_id, random_names, renamed
 from .settings import CONTROLS, ReaderConfig
 
 SMALL, FULL = 0.05, 1.0  # scales of orthogonal start values
-SEED = 123  # with which the authors draw every matrix anew
+SEED = 123  # the authors seed with it before every matrix
 LSTM_NORMS = {"layer": "layer", "layer01": "layer", "batch": "batch", "batch_everywhere": "batch"}
 GAINS = {"layer": 1.0, "layer01": 0.1, "batch": 0.1, "batch_everywhere": 0.1}
 SHOWN = 10  # validation questions whose attention is shown
