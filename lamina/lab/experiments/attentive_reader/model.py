@@ -123,7 +123,7 @@ class AttentiveReader(nn.Module):
         inside = torch.arange(len(states), device=states.device).unsqueeze(1) < lengths
         attention = self._attention(states, query, inside)
         mean = states.masked_fill(~inside.unsqueeze(2), 0).sum(0) / lengths.unsqueeze(1)
-        found = torch.einsum("tb,tbd->bd", attention, states)
+        found = (attention.unsqueeze(2) * states).sum(0)
         out = torch.tanh(self.recalled(found) + self.replied(query) + self.skipped(mean))
         logits = self.answer(self._dropped(out, draws))
         if self.config.answers == "entities":
@@ -145,7 +145,7 @@ class AttentiveReader(nn.Module):
     def _attention(self, states: Tensor, query: Tensor, inside: Tensor) -> Tensor:
         """Return the weights of all positions, [T, B]."""
         pull = query @ self.likeness @ self.likeness.T  # (p A) . (q A) = p . (q A A'): a product of B rows, not B T
-        same = torch.einsum("tbd,bd->tb", states, pull)
+        same = (states * pull).sum(2)
         met = torch.tanh(self._contents(states, inside) + self.asked(query) + same.unsqueeze(2))
         weights: Tensor = self.weigh(met).squeeze(2).masked_fill(~inside, -torch.inf).softmax(0)
         return weights
@@ -187,7 +187,22 @@ def _beyond(ids: Tensor, lengths: Tensor) -> Tensor:
 
 
 def build(config: ReaderConfig, data: QuestionData) -> AttentiveReader:
-    return AttentiveReader(len(data.vocabulary), data.entities, config)
+    reader = AttentiveReader(len(data.vocabulary), data.entities, config)
+    if config.answer_start == "frequency":
+        with torch.no_grad():
+            reader.answer.bias.copy_(log_frequencies(data, renamed=config.permutation != "none"))
+    return reader
+
+
+def log_frequencies(data: QuestionData, renamed: bool) -> Tensor:
+    """Return the log frequency of each word as an answer in training, each counted once more than it is.
+
+    renamed: training renames entities at random, so that all are answers equally often.
+    """
+    counts = torch.bincount(data.splits["train"].answers, minlength=len(data.vocabulary)).double() + 1
+    if renamed:
+        counts[data.entities] = counts[data.entities].mean()
+    return (counts / counts.sum()).log()
 
 
 def batches(config: ReaderConfig, data: QuestionData, seed: int) -> Batches:
