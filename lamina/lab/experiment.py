@@ -141,6 +141,7 @@ class Panel:
     kind: str = "curve"
     y_limits: tuple[float, float] | None = None
     references: Mapping[str, float] = field(default_factory=dict)  # lines by name: {"the paper's": 1.3}
+    measured_references: Mapping[str, str] = field(default_factory=dict)  # lines by name: metrics, mean over all runs
     printed: Mapping[str, Sequence[str]] = field(default_factory=dict)
     at: str = "last"  # or "best": the value of bars and tables
     scale: float = 1.0  # of the values in a table: 100 for percent

@@ -370,6 +370,21 @@ def test_start_values_are_independent_unless_the_authors_are_asked_for():
     assert torch.equal(reader.words.weight, reader.answer.weight)
 
 
+@pytest.mark.parametrize("permutation", ["none", "question"])
+def test_answers_start_at_0_or_at_their_frequency(permutation):
+    made = questions(20)
+    changed = dataclasses.replace(made.splits["train"], answers=torch.tensor([3] * 15 + [4] * 5))
+    made = dataclasses.replace(made, splits={**made.splits, "train": changed})
+    start = dataclasses.replace(SMALL, permutation=permutation, answer_start="frequency")
+    chances = model.build(start, made).answer.bias.detach().exp()
+    total = 20 + len(WORDS)  # each is counted once more than it is
+    assert torch.allclose(chances.sum(), torch.tensor(1.0))
+    assert torch.allclose(chances[9:], torch.tensor(1 / total))
+    wanted = [16, 6, 1, 1, 1, 1] if permutation == "none" else [26 / 6] * 6
+    assert torch.allclose(chances[ENTITIES], torch.tensor(wanted) / total)
+    assert not model.build(SMALL, made).answer.bias.any()
+
+
 def test_variants_of_one_seed_share_their_start_values():
     readers = {norm: built(3, norm=norm) for norm in NORMS}
     for name, parameter in readers["none"].named_parameters():
@@ -533,6 +548,7 @@ SPECIFICATION = {  # section 6.2 and the code that the paper runs
     "relabel": 0,
     "padding": "cyclic",
     "start": "same",
+    "answer_start": "zero",
     "statistics": "batch",
     "buckets": 0,
 }

@@ -184,6 +184,17 @@ class TestCurves:
         assert figures.shared_limits([one], [lines(run())])[0][1] > 7
         assert "the paper's 7" in words(draw(one).svg)
 
+    def test_a_measured_reference_is_the_mean_of_all_runs_that_have_it(self):
+        runs = [run(seed=0), run("batch", seed=1)]
+        for one, value in zip(runs, (5.0, 9.0)):
+            one["series"]["guess"] = {"update": [600], "value": [value]}
+        asked = panel(measured_references={"guessing": "guess", "nobody's": "missing"})
+        shown = figures._with_measured_references(asked, lines(*runs, run(finished=False)), SHEET)
+        assert shown.references == {"guessing": 7.0}
+        drawn = words(draw(asked, runs=runs).svg)
+        assert "guessing" in drawn
+        assert "nobody's" not in drawn
+
     def test_fixed_limits_are_kept(self):
         one = panel(y_limits=(0.0, 40.0))
         assert "40" in words(draw(one).svg)

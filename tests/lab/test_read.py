@@ -194,6 +194,20 @@ def test_a_question_of_the_data_is_answered_by_number(capsys, run):
 
 
 @pytest.mark.parametrize("run", ["layer"], indirect=True)
+def test_several_questions_share_a_page(capsys, run, tmp_path):
+    page = tmp_path / "ten.html"
+    out, _ = said(capsys, run, "--question", "2-11", "--page", page)
+    html = page.read_text(encoding="utf-8")
+    assert Page(html).open == []
+    for passage, query, answer in told(load_questions("facts", relabel=8), "valid")[1:11]:
+        assert f"{passage}\n" in out
+        assert f"query: {query}  answer: {answer}" in out
+        assert f"<h2>{query}</h2>" in html
+    assert html.count("<h2>") == 10
+    assert "<h1>10 questions</h1>" in html
+
+
+@pytest.mark.parametrize("run", ["layer"], indirect=True)
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -210,6 +224,9 @@ def test_a_question_of_the_data_is_answered_by_number(capsys, run):
         ("RUN --passage PLAIN --query @placeholder", "a passage must have an entity"),
         ("RUN --question 0", "'0'"),
         ("RUN --question 999", "has 300 questions"),
+        ("RUN --question 3-1", "'3-1'"),
+        ("RUN --question 1-101", "at most 100"),
+        ("RUN --question first", "'first'"),
         ("RUN --question 1 --split dev", "'valid'"),
         ("RUN --question 1 --page EMPTY", "--page must be a file"),
         ("RUN --question 1 --device tpu", "'tpu'"),

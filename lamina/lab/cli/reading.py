@@ -1,8 +1,9 @@
-"""``lamina read``: a passage and a query for a trained attentive reader, its answer, and where it looked."""
+"""``lamina read``: questions for a trained attentive reader, its answers, and where it looked."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # torch takes seconds to import
 
 PAGE = "reading.html"
 LARGEST = 2**24  # bytes of a passage
+MOST = 100  # questions on one page
 LOOKED = 5  # words that the reader looked at most, told in words
 
 
@@ -25,7 +27,7 @@ def read(
     run: Annotated[str, typer.Argument(help="folder of one run of attentive_reader")],
     passage: Annotated[str | None, typer.Option(help="text file with names as @entity1, @entity2")] = None,
     query: Annotated[str | None, typer.Option(help='with a blank: --query "@placeholder met @entity2"')] = None,
-    question: Annotated[int | None, whole("a question of the data: the first is 1", 1, 10**9, panel=None)] = None,
+    question: Annotated[str | None, typer.Option(help="questions of the data, by number: 1, or 1-10")] = None,
     split: Annotated[str, typer.Option(help="train, valid or test: where --question is")] = "valid",
     top: Annotated[int, whole("how many entities to show", 1, 1000, panel=None)] = 5,
     page: Annotated[str | None, typer.Option(help="HTML file (default: reading.html in RUN)")] = None,
@@ -33,20 +35,33 @@ def read(
     device: DeviceOption = "auto",
 ) -> None:
     """Let a trained reader fill the blank of a query, and show which words of the passage it looked at."""
-    text = _checked(passage, query, question)
+    text, numbers = _checked(passage, query, question), _numbers(question)
     target = _target(run, page)
     from ..experiments.attentive_reader import reading as reader
 
     opened = reader.open_run(Path(run), Settings(root=data, device=device), split)
     asked = opened.reader
-    found = asked.of_data(split, question) if question else asked.of_text(text, query or "")
-    where = f"; question {question:,} of the {split} split" if question else ""
+    found = [asked.of_data(split, number) for number in numbers] or [asked.of_text(text, query or "")]
+    where = f"; question {question} of the {split} split" if question else ""
     say(f"{KINDS[opened.data['kind']]}: {opened.data['label']}{where}; checkpoint at update {opened.update:,}")
-    _show(found, top)
+    for one in found:
+        _show(one, top)
     say(f"page: {_write(target, found, opened, where, top)}")
 
 
-def _checked(passage: str | None, query: str | None, question: int | None) -> str:
+def _numbers(question: str | None) -> range:
+    """Return the numbers that --question names; none without it."""
+    if question is None:
+        return range(0)
+    named = re.fullmatch(r"([1-9]\d{0,8})(?:-([1-9]\d{0,8}))?", question.strip())
+    first, last = (int(named[1]), int(named[2] or named[1])) if named else (1, 0)
+    if not first <= last < first + MOST:
+        rule = f"--question must be the number of a question, from 1 on, or a range of at most {MOST}"
+        raise fail(rule, repr(question), "Pass 3, or 1-10.")
+    return range(first, last + 1)
+
+
+def _checked(passage: str | None, query: str | None, question: str | None) -> str:
     """Return the text of --passage; empty for --question. Only files and options that can be read pass."""
     if (question is None) == (passage is None and query is None):
         received = "neither" if question is None else "both"
@@ -99,7 +114,7 @@ def _show(found: Reading, top: int) -> None:
     say(f"everything that the question does not name: {found.elsewhere:.1%}")
 
 
-def _write(path: Path, found: Reading, opened: Opened, where: str, top: int) -> Path:
+def _write(path: Path, found: Sequence[Reading], opened: Opened, where: str, top: int) -> Path:
     from ..data.registry import SOURCES
     from ..reports.page import rendered
     from ..runs.files import make_folder, write_atomically

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
 from html import escape
@@ -68,10 +68,19 @@ class Line:
 def draw(record: records.Record, sheet: Sheet, figure: Figure) -> Drawing:
     """Draw a figure from the record's runs."""
     lines = [panel_lines(record, sheet, panel) for panel in figure.panels]
-    limits = shared_limits(figure.panels, lines)
-    parts = [_PARTS[panel.kind](panel, *content, sheet) for panel, *content in zip(figure.panels, lines, limits)]
-    with_legend = [group for panel, group in zip(figure.panels, lines) if panel.kind in ("curve", "profile")]
+    panels = [_with_measured_references(panel, group, sheet) for panel, group in zip(figure.panels, lines)]
+    limits = shared_limits(panels, lines)
+    parts = [_PARTS[panel.kind](panel, *content, sheet) for panel, *content in zip(panels, lines, limits)]
+    with_legend = [group for panel, group in zip(panels, lines) if panel.kind in ("curve", "profile")]
     return drawing(f"{records.name(record)}-{figure.name}", title_of(record, sheet), parts, _keys(with_legend))
+
+
+def _with_measured_references(panel: Panel, lines: Sequence[Line], sheet: Sheet) -> Panel:
+    """Add reference lines for metrics of the finished runs, where a run has measured them."""
+    runs = [run for line in lines for run in line.runs]
+    measured = {label: _at_end(runs, name, panel, sheet) for label, name in panel.measured_references.items()}
+    means = {label: fmean(values) for label, values in measured.items() if values}
+    return replace(panel, references={**panel.references, **means})
 
 
 def _keys(panels: Sequence[Sequence[Line]]) -> list[Key]:
