@@ -139,17 +139,19 @@ FIGURES = (
 )
 
 STEP_SIZES = (8e-5, 3e-4, 1e-3, 3e-3)  # the grid of every variant; the first is the paper's
+# Lowest validation error after 600 updates, seed 100: results/tuning-attentive_reader_cnn_qa_laptop.json.
+LAPTOP_STEP_SIZES = tuple({"norm": norm, "lr": 1e-3 if norm == "layer" else 3e-3} for norm in NORMS)
 _ALL = {"norm": tuple(NORMS)}
 SCALES = {
-    # Chosen to show the direction of the claim, so it is no evidence for it: with a softmax over all words no variant
-    # learns anything in so few updates.
+    # Chosen to show the direction of the claim, so it is no evidence for it: one step size for all, at which layer norm
+    # leads the baseline by 17 points of error, where 3e-3 leaves 5.
     "smoke": Scale(
-        about="embedded facts, 48 units, entities relabelled, softmax over them alone, no dropout, 400 updates; a "
-        "minute on two cores",
+        about="embedded facts, 48 units, entities relabelled by first appearance, softmax over them alone, no dropout, "
+        "400 updates; a minute on two cores",
         seeds=3,
         settings={
-            **{"dataset": "facts", "units": 48, "batch_size": 48, "updates": 400, "eval_updates": 25, "lr": 3e-3},
-            **{"relabel": 8, "permutation": "question", "answers": "entities", "dropout": 0.0},
+            **{"dataset": "facts", "units": 48, "batch_size": 48, "updates": 400, "eval_updates": 25, "lr": 1e-3},
+            **{"relabel": 8, "permutation": "none", "answers": "entities", "dropout": 0.0},
             **{"valid_questions": 192, "buckets": 16},
             **{"log_every": 100, "checkpoint_every": 1000},
         },
@@ -170,6 +172,7 @@ SCALES = {
         },
         values=_ALL,
         fewer=tuple(({"norm": norm}, 3) for norm in ("batch", "batch_everywhere", "layer01", "none_scaled")),
+        tuned=LAPTOP_STEP_SIZES,
         placebo={"norm": "none"},
     ),
     "paper": Scale(
