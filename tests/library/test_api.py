@@ -164,12 +164,14 @@ def test_every_lamina_command_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     for number, command in enumerate(commands):
         words = [str(tmp_path) if word == "DIR" else word for word in shlex.split(command)]
         if words[0] == "run":
-            words += ["--epochs", "0.02", "--jobs", "1", "--runs", "runs" if number < 3 else f"runs{number}"]
+            words += ["--epochs", "0.02", "--jobs", "1", "--runs", "runs" if "--scale" in words else f"runs{number}"]
             words += ["--updates", "2", "--seeds", "1"] if {"order_embeddings", "attentive_reader"} & {*words} else []
             words += [] if "--data" in words else ["--data", "embedded"]
             words += [] if "--device" in words else ["--device", "cpu"]
         if words[0] == "search":  # other settings than the scale's have folders of their own
             words[1] = str(next(tmp_path.glob("runs/order_embeddings/*/layer-order*")))
+        if words[0] == "read":
+            words[1] = str(next(tmp_path.glob("runs/attentive_reader/*/layer-*")))
         assert cli.main(words) == (2 if words[0] == "paper" else 0), (command, capsys.readouterr().err)
     assert fetched == ["cifar10"]
     assert (tmp_path / "report" / "report.html").exists()
