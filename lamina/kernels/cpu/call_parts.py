@@ -112,5 +112,5 @@ def count_of(first, last, step):
 @part
 def share_of(count, thread, threads, unit):
     """Return a thread's range of ``count`` items, in multiples of ``unit``."""
-    each = (count + unit * threads - 1) // (unit * threads) * unit if count > threads else 1
+    each = (count + unit * threads - 1) // (unit * threads) * unit
     return min(count, thread * each), min(count, (thread + 1) * each)
