@@ -98,7 +98,7 @@ def test_parts_are_worth_their_calls():
 
 
 @pytest.mark.parametrize("row", BATCH, ids=IDS)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 8])
 def test_ragged_restarted_masked_and_dropped(row, threads):
     torch.set_num_threads(threads)
     for reverse in (False, True):
@@ -136,7 +136,7 @@ def test_relu():
 
 
 @pytest.mark.parametrize("row", FEW, ids=str)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("batch", [1, 2, 17])
 @pytest.mark.parametrize("hidden", [1, 7, 40, 65])
 def test_ugly_sizes(row, threads, batch, hidden):
@@ -148,7 +148,7 @@ def test_ugly_sizes(row, threads, batch, hidden):
 
 
 @pytest.mark.parametrize("row", BATCH, ids=IDS)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize(
     ("steps", "first", "stored"), [(5, 0, 9), (5, 0, 3), (5, 2, 4), (1, 0, 3), (1, 2, 5), (1, 7, 5)]
 )
@@ -232,7 +232,7 @@ def test_the_same_bits_forward_where_threads_take_whole_vectors(cell, batch, dty
     more=st.booleans(),
     known=st.integers(0, 5),
     reverse=st.booleans(),
-    threads=st.integers(1, 3),
+    threads=st.sampled_from((1, 2, 3, 8)),
     seed=st.integers(0, 2**31),
 )
 def test_any_problem(row, shape, more, known, reverse, threads, seed):

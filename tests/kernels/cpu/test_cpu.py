@@ -55,7 +55,7 @@ def extras(row, steps, batch, hidden):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 8])
 def test_every_row(row, threads):
     torch.set_num_threads(threads)
     assert_equals_reference(problem(row, (5, 3, 7, 17), CPU))
