@@ -194,9 +194,10 @@ SCALES = {
 
 def _exploration(about: str, **settings: Any) -> Scale:
     """Return the baseline and layer norm at laptop scale but for ``settings``, half as long."""
-    tuned = tuple({name: value for name, value in row.items() if name not in settings} for row in LAPTOP_CHOICES)
+    norms = ("none", "layer")
+    tuned = () if "lr" in settings else tuple(row for row in LAPTOP_CHOICES if row["norm"] in norms)
     settings = {**LAPTOP, "updates": 1500, **settings}
-    return Scale(about, 3, settings, {"norm": ("none", "layer")}, tuned=tuned, explores="faster")
+    return Scale(about, 3, settings, {"norm": norms}, tuned=tuned, explores="faster")
 
 
 EXPLORATIONS = {
