@@ -501,7 +501,7 @@ def test_a_run_measures_errors_controls_and_each_test_answer(data, tmp_path, say
     assert last["valid_most_frequent_not_in_query"] == pytest.approx(0.6)
     assert last["valid_answer_absent"] == pytest.approx(0.1)
     items = next(claim.measure.items for claim in CLAIMS if claim.name == "test")
-    assert sum(items({"extras": extras})) / 24 == pytest.approx(100 * (1 - last["test_error"]))
+    assert sum(items({"extras": extras})) / 24 == pytest.approx(1 - last["test_error"])
     assert items({"extras": {}}) is None
 
 

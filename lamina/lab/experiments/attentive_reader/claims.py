@@ -24,9 +24,8 @@ def _variant(norm: str) -> dict[str, Any]:
 
 
 def _right(run: Run) -> Sequence[float] | None:
-    """Return for each test question whether it was answered, in percent."""
-    answered: Sequence[float] = (run.get("extras") or {}).get("test_correct") or ()
-    return [100 * one for one in answered] or None
+    """Return for each test question 1 if it was answered, else 0."""
+    return (run.get("extras") or {}).get("test_correct") or None
 
 
 def _faster_and_lower(name: str, ours: str, baseline: str, words: tuple[str, str], **more: Any) -> tuple[Claim, Claim]:
