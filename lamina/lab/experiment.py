@@ -152,11 +152,15 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels in one row, with the caption that goes under them."""
+    """Panels in one row, with the caption that goes under them.
+
+    datasets: those whose runs have this figure; all if empty.
+    """
 
     name: str
     caption: str
     panels: tuple[Panel, ...]
+    datasets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -422,6 +422,14 @@ class TestWords:
         assert (STAND_IN if "embedded" in built.figures[index].name else DATA)["label"] in re.sub(r"\s+", " ", drawn)
         assert re.search(r"layer norm.*\(n=\d|one pair of runs", drawn)
 
+    def test_a_figure_of_other_data_is_left_out(self, tmp_path, monkeypatch):
+        (nll,) = SMALL.figures
+        other = dataclasses.replace(nll, name="other", datasets=("another set",))
+        own = dataclasses.replace(nll, name="own", datasets=(DATA["name"],))
+        monkeypatch.setattr("lamina.lab.experiments.SHEETS", {"toy": dataclasses.replace(SMALL, figures=(own, other))})
+        write_run(tmp_path / "runs")
+        assert [path.stem.split("-")[-1] for path in build(tmp_path).figures] == ["own"]
+
     def test_an_unfinished_run_is_drawn_and_told(self, built):
         svg = next(path for path in built.figures if path.stem == "toy-digits-nll").read_text(encoding="utf-8")
         assert re.search(r"no norm \(.*unfinished, 1 begun\)", svg)

@@ -249,7 +249,8 @@ def _fill_from_sheet(section: Section, record: Record, sheet: Sheet) -> None:
     )
     section.figures = [(drawing, caption) for drawing, caption in about_claims if drawing is not None]
     if not section.explores:
-        section.figures += [(figures.draw(record, sheet, figure), _caption(figure)) for figure in sheet.figures]
+        own = (f for f in sheet.figures if not f.datasets or record["data"]["name"] in f.datasets)
+        section.figures += [(figures.draw(record, sheet, figure), _caption(figure)) for figure in own]
     else:
         section.notes.append("These runs explore why a claim did not reproduce. They change no verdict.")
     section.tables = [_number_table(record, sheet), _pair_table(record, sheet)]

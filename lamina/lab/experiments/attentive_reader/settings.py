@@ -115,8 +115,9 @@ FIGURES = (
     Figure(
         "errors",
         f"Errors in percent beside those that Cooijmans et al. print. {OTHER_DATA} Columns: all validation questions "
-        "and test questions at the best checkpoint; then what no training reaches: always the most frequent entity of "
-        "the passage, the same among those that the query does not name, and the answers that are not in the passage.",
+        "and test questions at the best checkpoint; then two guesses that need no reading: the most frequent entity of "
+        "the passage, and the most frequent of those that the query does not name; last, answers that are not in the "
+        "passage. The text of the real questions is not ours to show: lamina read RUN --question 1-10 makes a page.",
         (
             Panel(
                 "Errors at the best validation checkpoint, %",
@@ -136,6 +137,7 @@ FIGURES = (
         "attention",
         "Where the reader looks: questions of the embedded stand-in, attention as background colour.",
         (Panel("Attention", "attention.svg", kind="gallery"),),
+        datasets=("facts",),
     ),
 )
 
