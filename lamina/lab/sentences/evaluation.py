@@ -22,16 +22,16 @@ from .tasks import Classification, Task, TaskData, fingerprint, taken
 FILE = "sentence_eval.jsonl"  # in a folder of results
 MODEL, VECTORS = "model", "vectors"
 Line = dict[str, Any]
-Path_ = str | os.PathLike[str]
+Place = str | os.PathLike[str]
 
 
 def evaluate(
     encode: Encode,
-    data: TaskData | Iterable[Task] | Path_ | None = None,
+    data: TaskData | Iterable[Task] | Place | None = None,
     tasks: Sequence[str] | None = None,
     protocol: str = "kiros",
-    results: Path_ | None = None,
-    cache: Path_ | None = None,
+    results: Place | None = None,
+    cache: Place | None = None,
     *,
     controls: Sequence[str] = tuple(CONTROLS),
     vectors: Mapping[str, Array] | None = None,
@@ -75,7 +75,7 @@ def _silent(text: str) -> None:
 class _Results:
     """Lines of a file that may not exist yet, or of no file at all."""
 
-    def __init__(self, place: Path_ | None) -> None:
+    def __init__(self, place: Place | None) -> None:
         self._file: Metrics | None = None
         self.lines = list[Line]()
         if place is not None:
