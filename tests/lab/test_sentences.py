@@ -638,6 +638,7 @@ def test_unknown_names_are_refused(own):
         ({"protocol": "sent"}, "Did you mean 'senteval'"),
         ({"controls": ["tf"]}, "a control row must be one of"),
         ({"data": "nowhere"}, "must be a folder with sentence_eval"),
+        ({"data": [own[1], own[1]]}, "different names, got first, first"),
     ):
         with pytest.raises(InputError, match=told):
             evaluate(Encoder(), **{"data": "embedded"} | wrong)

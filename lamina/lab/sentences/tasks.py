@@ -93,11 +93,19 @@ def taken(data: TaskData | Iterable[Task] | str | os.PathLike[str] | None, names
     if data is None or isinstance(data, (str, os.PathLike)):
         data = load(data)
     elif not isinstance(data, TaskData):
-        data = TaskData({task.name: task for task in data}, "own", "tasks of your own")
+        data = _own([*data])
     for name in names or ():
         one_of("a task", name, data.tasks)
     chosen = data.tasks if names is None else {name: data.tasks[name] for name in names}
     return TaskData(chosen, data.kind, data.label, data.notes)
+
+
+def _own(tasks: Sequence[Task]) -> TaskData:
+    by_name = {task.name: task for task in tasks}
+    if len(by_name) < len(tasks):
+        received = ", ".join(task.name for task in tasks)
+        raise fail("tasks must have different names", received, "Rename some of them.")
+    return TaskData(by_name, "own", "tasks of your own")
 
 
 def fingerprint(task: Task) -> str:
