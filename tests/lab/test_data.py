@@ -721,6 +721,7 @@ def test_status_says_what_is_where(tmp_path, small):
         "flickr8k": "absent",
         "coco": "absent",
         "cnn_qa": "absent",
+        "sentence_eval": "absent",
     }
     assert found["mnist"][0] == tmp_path / "mnist"
     assert found["fashion_mnist"][2] == 5

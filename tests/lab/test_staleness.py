@@ -173,6 +173,7 @@ RECORDS = [
     *({"kind": kind, "experiment": name} for kind in ("experiment", "tuning") for name in SHEETS),
     *({"kind": kind, "name": name} for kind, name in (("soak", ""), ("bench", "cpu"), ("bench", "sequence"))),
     {"kind": "bench", "name": "order", "experiment": "order_embeddings"},
+    {"kind": "sentence", "name": "suite"},
 ]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError, fail, one_of
-from . import caption_files, embedded, facts, formats, question_files, scenes
+from . import caption_files, embedded, facts, formats, opinions, question_files, scenes, sentence_files
 from .formats import Array, BadFile, File
 
 EMBEDDED = "embedded"
@@ -324,6 +324,23 @@ _QUESTION_FOLDERS = (
     File("validation", others=("valid",)),
     File("test"),
 )
+_SENTENCES = (
+    File("rt-polarity.pos", 626_139, "2da124ec187a9d5a29c9f04e91c540e02baed5af8868f550a26bd6fd4dbf8bf0"),
+    File("rt-polarity.neg", 612_256, "4ace77d558c3714723843f1d65b60c01e3417b208180f0728808d76ad0eeeaca"),
+    File("custrev.pos", 225_449, "15eeb0b9424043bb3755488e2d8ed97bdaeba464a5c230f213bad075125d2192"),
+    File("custrev.neg", 141_095, "8f29d7fa39f9862764b71f36b193f0674e0056287ffc5bf170edf6db42cc8f83"),
+    File("subj.objective", 669_456, "5ddc9b44dc60d64d651347fcd7bdd489b0c70661e3f768215c16eea36f51204a"),
+    File("subj.subjective", 630_790, "73a2dcf8dc3cbcc7f068a70ef9f021c86b2a8e4dac81566b7fd015b3e938f2c5"),
+    File("mpqa.pos", 57_239, "f4aaafdd63c439fd2d056149f3b5d200416dabb200a8b7d8f4bf9903981ff8a5"),
+    File("mpqa.neg", 151_521, "02e193d98c7715bc6200bb23dc6d2903482bd80c0432c53c3f3738c636df3f72"),
+    File("SICK/SICK_train.txt", 506_243, "266cf8047149bd1d68138dd30439f3122bff30069740ac6705bb6197d9f1b48e"),
+    File("SICK/SICK_trial.txt", 57_225, "5a88cfb62f8c6bd2a3cce0f2421ba2cb8c2be5ab4a800f6f01e2c64aafb7db56"),
+    File("SICK/SICK_test_annotated.txt", 559_979, "2b8aa806658d6fc23c6824c83776c2d4fee7556000817b5ec0f982861413b7d0"),
+)
+_SENTEVAL = (  # the folders that SentEval's script makes; its files are UTF-8
+    *(File(f"{task}/{name}") for task, names in sentence_files.CLASSES.items() for name in names),
+    *(File(f"SICK/{name}") for name in sentence_files.PAIRS.values()),
+)
 _ORIGINAL_COCO = (
     File("train.txt"),
     File("dev.txt", others=("val.txt",)),
@@ -446,6 +463,19 @@ _ROWS = (
         (),
         facts.arrays,
         facts.STAND_IN.format("cnn_qa"),
+    ),
+    Source(
+        "sentence_eval",
+        "MR, CR, SUBJ, MPQA and the pairs of SICK",
+        "Pang and Lee, Hu and Liu, Wiebe et al.: given for research; SICK: CC BY-NC-SA 3.0",
+        (
+            Layout(("sentence_eval", "."), _SENTENCES, sentence_files.read),
+            Layout(("sentence_eval", "downstream", "."), _SENTEVAL, sentence_files.read, own=True),
+        ),
+        (),
+        (),
+        opinions.arrays,
+        opinions.STAND_IN,
     ),
 )
 SOURCES: dict[str, Source] = {source.name: source for source in _ROWS}

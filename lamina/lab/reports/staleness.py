@@ -55,6 +55,7 @@ COVERED = {
     "soak *": RUNS,
     "bench cpu": CPU,
     "bench order": Code("the model or the CPU kernels", (*CPU.files, "optim.py", *_MODEL)),
+    "sentence *": Code("the sentence evaluation", ("lab/sentences", "lab/data/sentence_files.py")),
     **dict.fromkeys(("bench *", "verify *", "stress *", "sanitize *"), GPU),
     "*": PACKAGE,
 }
