@@ -11,6 +11,7 @@ import re
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def books_in(folder: Path) -> Sequence[Path]:
     """Return the books of a folder by name; refuse a folder that lacks one of its index."""
     books = sorted(one for one in folder.iterdir() if one.name.endswith(SUFFIXES) and one.is_file())
     names = [name_of(book) for book in books]
-    twice = [name for name, next_name in zip(names, names[1:]) if name == next_name]
+    twice = [name for name, following in pairwise(names) if name == following]
     missing = [name for name in _indexed(folder / INDEX) if name not in names]
     if missing:
         received = f"no {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
