@@ -71,7 +71,11 @@ class SkipThoughts(nn.Module):
 
     def encode(self, words: Tensor, lengths: Tensor) -> Tensor:
         """Return sentences as vectors, [B, units]: the state after the last of so many words, [B, T]."""
-        return self.encoder(self.words(words.T), lengths=lengths)[1][0]  # type: ignore[no-any-return]
+        return self.read(self.words(words.T), lengths)
+
+    def read(self, embedded: Tensor, lengths: Tensor) -> Tensor:
+        """Return what ``encode`` does for embeddings of words, [T, B, word_size], which may be of an expanded table."""
+        return self.encoder(embedded, lengths=lengths)[1][0]  # type: ignore[no-any-return]
 
     def states(self, triples: Triples) -> tuple[Tensor, Tensor, Tensor]:
         """Return the decoders' states before each word of both neighbours, those words, and their cases.

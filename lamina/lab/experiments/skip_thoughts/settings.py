@@ -65,10 +65,13 @@ FIGURES = (
     ),
 )
 
+STEP_SIZES = (2e-4, 1e-3, 3e-3)  # the grid of both variants; the first is the paper's
 _BOTH = {"norm": tuple(NORMS)}
 SCALES = {
+    # Chosen to show the direction of the claim, so it is no evidence for it: one step size for both, at which the
+    # baseline is slower. At 3e-3 the baseline's best is 4.32, and layer norm's best, 4.24, comes after 60 updates.
     "smoke": Scale(
-        about="Python's language reference, 64 units, 1,000 words; a minute on two cores",
+        about="Python's language reference, 64 units, 1,000 words, 240 updates; a minute on two cores",
         seeds=3,
         settings={
             **{"dataset": "topics", "units": 64, "word_size": 64, "vocabulary": 1000},
@@ -78,11 +81,11 @@ SCALES = {
         values=_BOTH,
     ),
     "laptop": Scale(
-        about="97 novels, 300 units, 8,000 words, the full softmax, 8,000 updates",
+        about="97 novels, 300 units, 8,000 words, the full softmax, 2,400 updates; 90 minutes on two cores",
         seeds=5,
         settings={
-            **{"units": 300, "word_size": 300, "vocabulary": 8000, "updates": 8000, "eval_updates": 250},
-            **{"valid_triples": 1024, "log_every": 100, "checkpoint_every": 500},
+            **{"units": 300, "word_size": 300, "vocabulary": 8000, "updates": 2400, "eval_updates": 100, "lr": 1e-3},
+            **{"valid_triples": 512, "log_every": 100, "checkpoint_every": 500},
         },
         values=_BOTH,
         placebo={"norm": "none"},
