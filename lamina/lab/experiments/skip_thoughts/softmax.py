@@ -98,12 +98,13 @@ def _chunks(states: Tensor, weight: Tensor) -> Iterator[slice]:
 def sampled_loss(
     states: Tensor, weight: Tensor, bias: Tensor, words: Tensor, samples: Tensor, log_chances: Tensor
 ) -> Tensor:
-    """Return an estimate of -sum_n log P(word n): each word against the same few samples (Bengio and Senecal 2003).
+    """Return an estimate of -sum_n log P(word n), by importance sampling (Bengio and Senecal 2003).
+
+    The sum over all other words is estimated without bias from the same samples for every n; its logarithm is not.
 
     samples: ids, [S], drawn with replacement. log_chances: of being drawn, [words].
     """
-    shift = bias - log_chances
-    own = (states * weight[words]).sum(1, keepdim=True) + shift[words].unsqueeze(1)
-    others = states @ weight[samples].T + shift[samples] - math.log(len(samples))
-    others = others.masked_fill(samples == words.unsqueeze(1), -torch.inf)
+    own = (states * weight[words]).sum(1, keepdim=True) + bias[words].unsqueeze(1)
+    shift = bias[samples] - log_chances[samples] - math.log(len(samples))
+    others = (states @ weight[samples].T + shift).masked_fill(samples == words.unsqueeze(1), -torch.inf)
     return (torch.cat([own, others], 1).logsumexp(1, keepdim=True) - own).sum()
