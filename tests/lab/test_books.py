@@ -169,7 +169,7 @@ def test_a_damaged_cache_is_made_anew_and_a_full_disk_does_without(tmp_path, cac
         ({"x.txt": ("a paragraph " * 60 + "\n") * 50}, "one sentence a line, got 50 lines, .* more than 120 words"),
         ({"x.txt": "\n\n \n"}, "x.txt must hold sentences, one a line, got none"),
         ({"x.txt": ""}, "x.txt must hold sentences"),
-        ({"x.txt": "caf\u00e9 au lait .\n".encode("latin-1") * 50}, "UTF-8, got 50 broken lines of 50"),
+        ({"x.txt": "\u00e9t\u00e9 indien .\n".encode("latin-1") * 50}, "UTF-8, got 50 broken lines of 50"),
         ({"x.txt": novel("ann").encode("utf-16")}, "UTF-8, got zero bytes"),
         ({"x.txt.gz": novel("ann"), "x.txt": novel("ann")}, "each book once, got x packed and unpacked"),
         ({"x.pdf": b"%PDF"}, r"must hold books: \*.txt or \*.txt.gz, one sentence a line, got none"),
@@ -215,7 +215,7 @@ def test_a_folder_without_books_and_a_file_in_their_place_are_refused(tmp_path):
 
 def test_single_bad_lines_are_repaired_and_told(tmp_path):
     """Blank lines are skipped, bytes of another encoding left out, and a line of 10,000 words cut."""
-    lines = [*novel("ann", 60).encode().splitlines(), b"", b"   ", b"caf\xe9 .", b"so " * 10_000]
+    lines = [*novel("ann", 60).encode().splitlines(), b"", b"   ", b"x\xe9 .", b"so " * 10_000]
     data = load_books("books", write(tmp_path, {"x.txt": b"\n".join(lines)}))
     assert data.describe()["sizes"] == {"train": 54, "valid": 4, "test": 4}
     assert text_of(data, "test")[-2] == "<unknown> ."
