@@ -11,7 +11,7 @@ from lamina.errors import InputError
 from lamina.lab.data.text import Vocabulary
 from lamina.lab.experiments.skip_thoughts.expansion import WordVectors, expanded, read_vectors
 
-ROWS = "cat 1 2.5 -3e-1\nnew_york 1 1 1\ndog 0 0 1\ncat 9 9 9\n\nCaf\u00e9 1 0 0\n"
+ROWS = "cat 1 2.5 -3e-1\nnew_york 1 1 1\ndog 0 0 1\ncat 9 9 9\n\n\u00c9t\u00e9 1 0 0\n"
 
 
 def write(path, content: str | bytes):
@@ -19,16 +19,17 @@ def write(path, content: str | bytes):
     return path
 
 
+CHANGES = (str, lambda text: text.replace(" ", "\t"), lambda text: text.replace("\n", " \r\n"))
+
+
 @pytest.mark.parametrize("header", ["", "5 3\n"])
-@pytest.mark.parametrize(
-    "change", [str, lambda text: text.replace(" ", "\t"), lambda text: text.replace("\n", " \r\n")]
-)
+@pytest.mark.parametrize("change", CHANGES, ids=["plain", "tabs", "windows"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_file_as_word2vec_and_glove_write_it_is_read(tmp_path, header, change, packed):
     """Phrases are left out, blank lines skipped, and of two rows of a word the first counts."""
     content = change(header + ROWS).encode()
     found = read_vectors(write(tmp_path / "v.txt", gzip.compress(content) if packed else content))
-    assert found.words == ("cat", "dog", "Caf\u00e9")
+    assert found.words == ("cat", "dog", "\u00c9t\u00e9")
     assert found.rows.dtype == np.float32
     np.testing.assert_allclose(found.rows, [[1, 2.5, -0.3], [0, 0, 1], [1, 0, 0]])
 
@@ -69,7 +70,7 @@ def made_up(noise: float = 0.0):
     rows, weights = draw.standard_normal((30, 4)), draw.standard_normal((5, 6))
     wanted = np.concatenate([rows, np.ones((30, 1))], 1) @ weights + noise * draw.standard_normal((30, 6))
     words = tuple(f"w{number:02d}" for number in range(30))
-    vocabulary = Vocabulary({word: 1 for word in ("own", *words[:20])})
+    vocabulary = Vocabulary(dict.fromkeys(("own", *words[:20]), 1))
     embedding = draw.standard_normal((len(vocabulary), 6)).astype(np.float32)
     embedding[[vocabulary.ids[word] for word in words[:20]]] = wanted[:20]
     return vocabulary, embedding, WordVectors(words, rows.astype(np.float32)), wanted
@@ -102,5 +103,5 @@ def test_the_map_is_the_least_squares_fit():
 def test_too_few_shared_words_are_refused():
     vocabulary, embedding, vectors, _ = made_up()
     few = WordVectors(vectors.words[16:], vectors.rows[16:])
-    with pytest.raises(InputError, match="share enough words .* got 4 words in both for 5 numbers a word"):
+    with pytest.raises(InputError, match=r"share enough words .* got 4 words in both for 5 numbers a word"):
         expanded(vocabulary, embedding, few)
