@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -258,6 +259,12 @@ def test_sentences_of_a_topic_leave_out_what_is_no_prose():
     second = f"{shared}>>> a\n\nlower case start.\n\nNo end\n\nA last one!"
     found = dict(topics.sentences_by_topic({"b": second, "a": first, "c": ">>> 1"}))
     assert found == {"a": ["It is used for choices.", 'See "else" too.', "One item:"], "b": ["A last one!"]}
+
+
+def test_a_python_without_help_texts_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data", None)
+    with pytest.raises(InputError, match=r"got a Python without pydoc_data. Pass a folder of books with --data"):
+        load_books("topics")
 
 
 # The real books

@@ -24,6 +24,7 @@ from .question_files import Types
 
 SPLITS = ("train", "valid", "test")
 INDEX = "INDEX.tsv"
+BOOKS = "*.txt or *.txt.gz, one sentence a line"
 SUFFIXES = (".txt", ".txt.gz")
 GZIP = b"\x1f\x8b"
 # Of the 100 novels these two are under copyright in the United States until the end of 2028 and 2032, and the third was
@@ -33,6 +34,7 @@ LONGEST = 1000  # words of a sentence that are kept; no triple can hold a longer
 MEDIAN = 100  # words: half of the lines of a book with one paragraph a line, or with no line breaks, are longer
 FEW = 10  # books: of fewer, none is held out as a whole
 FEWEST = 3  # sentences of a split: one triple
+HELD_OUT = 25  # of so many books one is valid and one test
 BY_SENTENCE = 20  # of a few books, the last twentieth of each is test, the one before it valid
 QUOTES = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
 # As the Penn Treebank's tokeniser splits: do n't, I 'm; a hyphenated word is one
@@ -111,8 +113,6 @@ def _cut(lengths: Array, tokens: Array) -> list[tuple[Array, Array]]:
 
 # Folders of books
 
-HELD_OUT = 25
-
 
 def read_folder(paths: Mapping[str, Path]) -> dict[str, Array]:
     """Read a folder of books, or the one that an index of them lies in."""
@@ -149,7 +149,7 @@ def books_in(folder: Path) -> Sequence[Path]:
     if twice:
         raise fail(f"{folder} must hold each book once", f"{twice[0]} packed and unpacked", "Delete one of them.")
     if not books:
-        raise fail(f"{folder} must hold books: *.txt or *.txt.gz, one sentence a line", "none", "Bring some.")
+        raise fail(f"{folder} must hold books: {BOOKS}", "none", "Bring some.")
     return books
 
 

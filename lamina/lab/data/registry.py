@@ -452,7 +452,7 @@ _ROWS = (
         "Books",
         "of each book; bring novels in the public domain, one sentence a line",
         (
-            Layout((".",), (File("books"),), book_files.read_folder, own=True),
+            Layout((".",), (File(book_files.BOOKS, others=("books",)),), book_files.read_folder, own=True),
             Layout((".",), (File(book_files.INDEX),), book_files.read_folder, own=True),
         ),
         (),

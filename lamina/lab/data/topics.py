@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from ...errors import fail
 from .book_files import Collected
 from .formats import Array
 
@@ -21,8 +22,11 @@ SENTENCE_END = re.compile(r"[.!?:]\W*$")
 
 def arrays() -> dict[str, Array]:
     """Return the sentences of the three splits, as ``Collected.arrays`` holds them; a topic counts as a book."""
-    from pydoc_data import topics
-
+    try:
+        from pydoc_data import topics
+    except ImportError:  # some distributions package it apart
+        rule = "the embedded sentences are those of Python's help()"
+        raise fail(rule, "a Python without pydoc_data", "Pass a folder of books with --data.") from None
     collected = Collected()
     for name, sentences in sentences_by_topic(topics.topics):
         collected.add(name, sentences)
