@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -567,3 +568,4 @@ def test_the_paper_scale_makes_three_updates(monkeypatch, tmp_path, say, norm):
     assert json.loads((folder / "summary.json").read_text())["steps"] == 3
     assert "test_nll" in lines_of(folder)[-1]
     model._load.cache_clear()
+    shutil.rmtree(folder)  # 1.5 GB a checkpoint, and pytest keeps folders of several sessions
