@@ -259,6 +259,7 @@ def produced(tmp_path_factory) -> dict[str, tuple[set[str], set[str], set[str]]]
             "convnet": {"width": 2, "units": 8},
             "order_embeddings": {"units": 8, "word_size": 8, "updates": 2},
             "attentive_reader": {"units": 8, "updates": 2},
+            "skip_thoughts": {"units": 8, "updates": 2},
         }[sheet.name]
         settings = {**sheet.scales["smoke"].settings, **tiny, "epochs": 0.05}
         job = Job(sheet.name, sheet.config(**settings), 0, sheet.vary)

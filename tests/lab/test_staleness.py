@@ -140,7 +140,7 @@ def test_data_make_no_record_stale(package):
     assert marks(second, RUNS) == [[]]
 
 
-OWN_MODELS = ("order_embeddings", "attentive_reader")
+OWN_MODELS = ("order_embeddings", "attentive_reader", "skip_thoughts")
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,8 @@ OWN_MODELS = ("order_embeddings", "attentive_reader")
         ("order_embeddings/search.py", []),
         ("attentive_reader/entities.py", ["attentive_reader"]),
         ("attentive_reader/pictures.py", []),
+        ("skip_thoughts/softmax.py", ["skip_thoughts"]),
+        ("skip_thoughts/expansion.py", []),
         ("another/model.py", ["another"]),
     ],
 )

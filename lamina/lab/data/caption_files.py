@@ -67,7 +67,7 @@ def read_compact(files: Mapping[str, bytes]) -> dict[str, Array]:
     """Read the published captions.tsv.gz and features; images of other splits than the three are left out."""
     text, features = files.values()
     repairs, splits = Repairs(), dict[str, Captions]()
-    for line in _lines(gzip.decompress(text), "captions.tsv.gz", repairs)[1:]:
+    for line in lines_of(gzip.decompress(text), "captions.tsv.gz", repairs)[1:]:
         image, split, _, caption = line.split("\t")
         splits.setdefault(split, {}).setdefault(image, []).append(_tokenised(caption))
     rows = _named_features(Path("features_efficientnet_lite0.npz"), io.BytesIO(features))
@@ -106,7 +106,7 @@ def read_original(paths: Mapping[str, Path]) -> dict[str, Array]:
     repairs, arrays, files = Repairs(), dict[str, Array](), list(paths.values())
     for split, text, features in zip(SPLITS, files[:3], files[3:]):
         rows = _matrix(features, _mapped(features))
-        lines = _lines(text.read_bytes(), str(text), repairs)
+        lines = lines_of(text.read_bytes(), str(text), repairs)
         captions = [" ".join(line.split()) for line in _without_blank_end(lines, PER_IMAGE * len(rows))]
         if len(captions) != PER_IMAGE * len(rows):
             received = f"{len(captions):,} lines for {len(rows):,} images in {features}"
@@ -122,7 +122,7 @@ def read_original(paths: Mapping[str, Path]) -> dict[str, Array]:
 # Text
 
 
-def _lines(content: bytes, file: str, repairs: Repairs) -> list[str]:
+def lines_of(content: bytes, file: str, repairs: Repairs) -> list[str]:
     """Return the lines of a text file without bytes that are not UTF-8. Only line feeds end a line."""
     if b"\0" in content:
         raise fail(
@@ -156,7 +156,7 @@ def _without_blank_end(lines: list[str], expected: int) -> list[str]:
 
 def _token_captions(path: Path, repairs: Repairs) -> Captions:
     captions: dict[str, list[tuple[int, str]]] = {}
-    for number, line in enumerate(_lines(path.read_bytes(), str(path), repairs), 1):
+    for number, line in enumerate(lines_of(path.read_bytes(), str(path), repairs), 1):
         if not line.strip():
             continue
         parts = TOKEN_LINE.fullmatch(line)
@@ -169,7 +169,7 @@ def _token_captions(path: Path, repairs: Repairs) -> Captions:
 
 def _listed(path: Path, captions: Captions, repairs: Repairs) -> Captions:
     """Return the captions of the images that a list names."""
-    names = [name for line in _lines(path.read_bytes(), str(path), repairs) if (name := line.strip())]
+    names = [name for line in lines_of(path.read_bytes(), str(path), repairs) if (name := line.strip())]
     found = {name: captions.get(name, []) for name in names}
     if len(found) < len(names):
         twice = Counter(names).most_common(1)[0][0]
@@ -179,7 +179,7 @@ def _listed(path: Path, captions: Captions, repairs: Repairs) -> Captions:
 
 def _json_images(path: Path, repairs: Repairs) -> list[Any]:
     """Return the list of images in a JSON file."""
-    text = "\n".join(_lines(path.read_bytes(), str(path), repairs))
+    text = "\n".join(lines_of(path.read_bytes(), str(path), repairs))
     try:
         images = json.loads(text)["images"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError, fail, one_of
-from . import caption_files, embedded, facts, formats, opinions, question_files, scenes, sentence_files
+from . import (
+    book_files,
+    caption_files,
+    embedded,
+    facts,
+    formats,
+    opinions,
+    question_files,
+    scenes,
+    sentence_files,
+    topics,
+)
 from .formats import Array, BadFile, File
 
 EMBEDDED = "embedded"
@@ -31,7 +42,7 @@ class Dataset:
     arrays: "train_x", "train_y", "test_x", "test_y", and "valid_x" where the set has a validation part. Grey images
     are uint8 [N, H, W], colour ones [N, 3, H, W], binarised ones 0 or 1 [N, pixels] with no labels. Captioned ones are
     features float32 [N, F], with text in "train_names", "train_captions" and so on (``formats.lines_in``). Questions
-    are numbers of words (``question_files.Collected.arrays``).
+    are numbers of words (``question_files.Collected.arrays``), and so are books (``book_files.Collected.arrays``).
     """
 
     name: str
@@ -476,6 +487,19 @@ _ROWS = (
         (),
         opinions.arrays,
         opinions.STAND_IN,
+    ),
+    Source(
+        "books",
+        "Books",
+        "of each book; bring novels in the public domain, one sentence a line",
+        (
+            Layout((".",), (File(book_files.BOOKS, others=("books",)),), book_files.read_folder, own=True),
+            Layout((".",), (File(book_files.INDEX),), book_files.read_folder, own=True),
+        ),
+        (),
+        (),
+        topics.arrays,
+        topics.STAND_IN.format("books"),
     ),
 )
 SOURCES: dict[str, Source] = {source.name: source for source in _ROWS}

@@ -8,8 +8,10 @@ from .attentive_reader.settings import SHEET as ATTENTIVE_READER
 from .convnet.settings import SHEET as CONVNET
 from .mnist.settings import SHEET as MNIST
 from .order_embeddings.settings import SHEET as ORDER_EMBEDDINGS
+from .skip_thoughts.settings import SHEET as SKIP_THOUGHTS
 
-SHEETS: dict[str, Sheet] = {sheet.name: sheet for sheet in (MNIST, CONVNET, ORDER_EMBEDDINGS, ATTENTIVE_READER)}
+_SHEETS = MNIST, CONVNET, ORDER_EMBEDDINGS, ATTENTIVE_READER, SKIP_THOUGHTS
+SHEETS: dict[str, Sheet] = {sheet.name: sheet for sheet in _SHEETS}
 
 
 def find(name: str) -> Sheet:

@@ -1,0 +1,1 @@
+"""Skip-thought vectors (section 6.3)."""
