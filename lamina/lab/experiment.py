@@ -248,11 +248,12 @@ class Sheet:
         """Return ``about`` with the settings of these runs: ``256``, or ``256 or 1000`` where they differ."""
         runs = list(configs)
         names = [name for _, name, _, _ in string.Formatter().parse(self.about) if name]
-        values = {name: dict.fromkeys(_in_words(run[name]) for run in runs if name in run) for name in names}
+        values = {name: dict.fromkeys(in_words(run[name]) for run in runs if name in run) for name in names}
         return self.about.format(**{name: " or ".join(several) or "an unknown" for name, several in values.items()})
 
 
-def _in_words(value: Any) -> str:
+def in_words(value: Any) -> str:
+    """Return a setting as text: ``0.001``, ``cyclic``."""
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 

@@ -122,6 +122,14 @@ def test_what_was_searched_is_found_out(tmp_path):
     assert [row["epochs"] for row in record["rows"]] == [3, 2]
 
 
+def test_settings_that_are_words_have_columns_like_numbers(tmp_path):
+    for norm, precision in (("layer", "float32"), ("batch", "bf16")):
+        write_run(tmp_path, [0.2], norm=norm, lr=1e-3, precision=precision)
+    (record,) = tuning.choose([tmp_path])
+    _, columns, _ = tuning.table(record)
+    assert columns == ["Variant", "precision bf16", "precision float32"]
+
+
 def test_data_sets_and_experiments_are_apart(tmp_path):
     fashion = {**DATA, "name": "fashion_mnist"}
     write_run(tmp_path, [0.2], lr=1e-3)

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from ...errors import fail
-from ..experiment import Config, Sheet
+from ..experiment import Config, Sheet, in_words
 from ..experiments import find
 from ..results import BOOKKEEPING, Metric, Run, series_of
 from . import records
@@ -131,4 +131,4 @@ def table(record: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
 
 
 def _in_words(setting: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in setting.items())
+    return ", ".join(f"{name} {in_words(value)}" for name, value in setting.items())
