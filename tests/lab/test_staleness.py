@@ -156,6 +156,8 @@ OWN_MODELS = ("order_embeddings", "attentive_reader", "skip_thoughts")
         ("attentive_reader/pictures.py", []),
         ("skip_thoughts/softmax.py", ["skip_thoughts"]),
         ("skip_thoughts/expansion.py", []),
+        ("skip_thoughts/encoding.py", []),
+        ("skip_thoughts/suite.py", []),
         ("another/model.py", ["another"]),
     ],
 )

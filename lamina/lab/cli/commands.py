@@ -24,7 +24,7 @@ from ...errors import InputError, RunError, fail, not_installed, one_of
 from ..experiment import SCALES
 from ..experiments import SHEETS
 from ..options import Settings
-from . import reading, running, searching
+from . import nearest, reading, running, searching, suites
 from .jobs import DeviceOption, processes, rank, uses_cuda, writable_folder
 from .screen import KINDS, say, show_notes, show_report, table
 
@@ -146,6 +146,7 @@ app.command()(running.reproduce)
 app.command()(running.paper)
 app.command()(searching.search)
 app.command()(reading.read)
+app.command()(nearest.nearest)
 
 
 @app.command()
@@ -229,13 +230,21 @@ def evaluate(
     run: Annotated[str, typer.Argument(help="folder of one run")],
     data: DataOption = None,
     device: DeviceOption = "auto",
+    suite: Annotated[str | None, typer.Option(help="sentences: tasks for the vectors of skip_thoughts")] = None,
+    tasks: Annotated[str | None, typer.Option(help="of the suite: SICK,MR,CR,SUBJ,MPQA (default: all)")] = None,
+    protocol: Annotated[str | None, typer.Option(help="of the suite: kiros (default) or senteval")] = None,
+    vectors: Annotated[str | None, typer.Option(help="word vectors for words that training never saw")] = None,
 ) -> None:
     """Run the evaluations that are too long for training on a run's best checkpoint. A second call resumes a first."""
+    names = suites.checked(suite, tasks, protocol, vectors)
+    settings = Settings(root=data, device=device)
+    if suite is not None:
+        return suites.evaluate_sentences(Path(run), settings, names, protocol or "kiros", vectors)
     from ..runs.progress import Reporter
     from ..training.evaluate import evaluate as measure
 
     with Reporter() as reporter:
-        metrics = measure(Path(run), Settings(root=data, device=device), reporter)
+        metrics = measure(Path(run), settings, reporter)
     title = f"Checkpoint at update {metrics.pop('update'):,}"
     table(title, ["Metric", "Value"], [[name, f"{value:.5g}"] for name, value in metrics.items()])
 

@@ -11,14 +11,14 @@ import typer
 
 from ...errors import fail
 from ..options import Settings, whole
-from .jobs import DeviceOption, writable_folder
+from .files import page_of, text_of
+from .jobs import DeviceOption
 from .screen import KINDS, say, say_marked, table
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from ..experiments.attentive_reader.reading import Opened, Reading
 
 PAGE = "reading.html"
-LARGEST = 2**24  # bytes of a passage
 MOST = 100  # questions on one page
 LOOKED = 5  # words that the reader looked at most, told in words
 
@@ -36,7 +36,7 @@ def read(
 ) -> None:
     """Let a trained reader fill the blank of a query, and show which words of the passage it looked at."""
     text, numbers = _checked(passage, query, question), _numbers(question)
-    target = _target(run, page)
+    target = page_of(run, page, PAGE)
     from ..experiments.attentive_reader import reading as reader
 
     opened = reader.open_run(Path(run), Settings(root=data, device=device), split)
@@ -73,29 +73,7 @@ def _checked(passage: str | None, query: str | None, question: str | None) -> st
         raise fail("--passage and --query go together", f"no {missing}", "Pass both.")
     if not re.search(r"@placeholder\b", query.lower()):
         raise fail("--query must have @placeholder where the answer goes", repr(query), "Put it there.")
-    return _text(Path(passage))
-
-
-def _text(path: Path) -> str:
-    if not path.is_file() or path.stat().st_size > LARGEST:
-        received = f"{str(path)!r}, which {'is too large' if path.is_file() else 'is none'}"
-        raise fail("--passage must be a text file", received, "Pass a file with a few sentences.")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise fail("--passage must be text in UTF-8", str(path), "Convert it.") from None
-    except OSError as error:
-        raise fail("--passage must be readable", f"{path}: {error.strerror}", "Change its rights.") from None
-
-
-def _target(run: str, page: str | None) -> Path:
-    """Return the page's file, checked before the work; a run's own folder is looked at when the run is opened."""
-    path = Path(run) / PAGE if page is None else Path(page)
-    if path.is_dir() or not path.name:
-        raise fail("--page must be a file", repr(str(path)), "Pass a file name.")
-    if page is not None:
-        writable_folder(path.parent, "the folder of --page")
-    return path
+    return text_of(Path(passage), "--passage", "a few sentences")
 
 
 def _show(found: Reading, top: int) -> None:

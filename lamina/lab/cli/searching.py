@@ -10,7 +10,8 @@ import typer
 
 from ...errors import InputError, fail
 from ..options import Settings, whole
-from .jobs import DeviceOption, writable_folder
+from .files import page_of
+from .jobs import DeviceOption
 from .screen import KINDS, say, show_notes, table
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -31,7 +32,7 @@ def search(
 ) -> None:
     """Search with a trained model: the images nearest to a text, or the captions and images nearest to an image."""
     asked = _checked(text, image)
-    target = _target(run, page)
+    target = page_of(run, page, PAGE)
     from ..experiments.order_embeddings import search as lookup
 
     opened = lookup.open_run(Path(run), Settings(root=data, device=device), split)
@@ -54,16 +55,6 @@ def _checked(text: str | None, image: str | None) -> str:
     if asked is None or not asked.strip():
         raise fail(f"{option} must not be empty", repr(asked), "Pass a sentence, or the name of an image.")
     return asked.strip()
-
-
-def _target(run: str, page: str | None) -> Path:
-    """Return the page's file, checked before the work; a run's own folder is looked at when the run is opened."""
-    path = Path(run) / PAGE if page is None else Path(page)
-    if path.is_dir() or not path.name:
-        raise fail("--page must be a file", repr(str(path)), "Pass a file name.")
-    if page is not None:
-        writable_folder(path.parent, "the folder of --page")
-    return path
 
 
 def _show_text(found: TextResult, opened: Opened) -> None:

@@ -27,10 +27,8 @@ class Code:
 
 _RECURRENT = ("functional.py", "opaque.py", "recurrent.py", "recurrent_module.py", "cells.py")
 _OWN = "lab/experiments/{experiment}"
-_MODEL = (
-    _OWN,
-    *(f":!{_OWN}/{name}.py" for name in ("settings", "claims", "search", "reading", "pictures", "expansion")),
-)
+_APART = ("settings", "claims", "search", "reading", "pictures", "expansion", "encoding", "suite")
+_MODEL = (_OWN, *(f":!{_OWN}/{name}.py" for name in _APART))
 _TRAINING = (  # without lab/data: a record holds the SHA-256 of its data
     *("lab/training", "optim.py", "baselines.py"),
     *_MODEL,
