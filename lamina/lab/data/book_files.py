@@ -165,4 +165,4 @@ def _unpacked(path: Path) -> bytes:
         return gzip.decompress(content) if content.startswith(GZIP) else content
     except (EOFError, OSError, zlib.error) as error:
         fault: Any = "its data ends too early" if isinstance(error, EOFError) else error
-        raise fail(f"{path} must be a whole gzip file", f"a damaged one ({fault})", "Bring it anew.") from None
+        raise fail(f"{path} must be a whole gzip file", f"a damaged one ({fault})", "Fetch it again.") from None

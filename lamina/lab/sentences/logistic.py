@@ -3,7 +3,7 @@
 Each problem is scikit-learn's: minimise |w|^2 / 2 + C * sum of the log-losses, with an intercept that is not penalised.
 The features are centred and rotated once to the axes on which their products X'X are diagonal, with entries s. The
 curvature of every problem is then at most C * diag(s) / 4 + 1 (Boehning 1992): no part has more than the whole. This
-bound scales the steps of Nesterov's method, which begins anew for each problem whose last step led uphill.
+bound scales the steps of Nesterov's method, restarted for each problem whose last step led uphill.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sentence evaluation of a run: its encoder beside the untrained one, the mean of its word vectors and controls.
 
 Results are kept in the run's folder, apart for each checkpoint, file of word vectors and encoder: a killed evaluation
-goes on, and no encoder is taken for another.
+resumes, and results of one encoder are never taken for those of another.
 """
 
 from __future__ import annotations
