@@ -47,7 +47,7 @@ def evaluate(
             others do not: evaluate such an encoder in two calls.
         protocol: of the classification tasks, "kiros" or "senteval"; see ``classification``.
         results: JSON-lines file, or a folder for one. Each line is appended when it is measured, and lines that are
-            there are not measured again: a killed evaluation goes on.
+            there are not measured again, so a killed evaluation resumes.
         cache: folder for the vectors of each task.
         controls: which of "majority" and "tfidf" to show.
         vectors: word vectors by word, for another control row: their mean over a sentence's words.
